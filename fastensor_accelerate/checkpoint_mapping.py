@@ -21,6 +21,7 @@ from fastensor.backends.to_device import entered
 from fastensor.errors import UnknownKeyError
 from fastensor.files.arguments import as_nbytes, check_flags, checks_keywords
 from fastensor.files.shown import shown
+from fastensor.files.words import counted
 from fastensor.select.transfer import BackendChoice
 from fastensor_accelerate.matching import fill_buffers, match, no_weight, one_of_tied, parameters_of, set_extra_states
 from fastensor_accelerate.weight_files import WeightFiles, open_weights
@@ -280,7 +281,7 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
 
     @shown
     def __repr__(self) -> str:
-        return f" {self._path!r}: {len(self)} weights{', closed' if self._is_closed else ''}"
+        return f" {self._path!r}: {counted(len(self), 'weights')}{', closed' if self._is_closed else ''}"
 
     def close(self) -> None:
         """Stop reading ahead and close the files. Tensors in use stay as they are. Calling it again does nothing.

@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -155,11 +157,26 @@ def _options(
         return None
     FastensorConfig.from_mapping(environment, "the environment")
     FastensorConfig.from_mapping(section or {}, file)
-    options = FastensorConfig.from_mapping({**environment, **(section or {}), **flags})
+    try:
+        options = FastensorConfig.from_mapping({**environment, **(section or {}), **flags})
+    except ConfigError as error:
+        raise ConfigError(_in_flags(str(error), flags)) from error
     unused = next((name for name in flags if name.startswith("offload_")), None)
     if unused is not None and not options.offload and "offload" not in flags:
         raise ConfigError(f"--fastensor_{unused} needs --fastensor_offload, or `offload: true` in {SECTION}")
     return options
+
+
+def _in_flags(message: str, given: Iterable[str]) -> str:
+    """A message about an option that was given as a flag, which begins with the option's name.
+
+    >>> _in_flags("backend is 'zip', which is no backend", ["backend"])
+    "--fastensor_backend is 'zip', which is no backend"
+    """
+    for option in dataclasses.fields(FastensorConfig):
+        if option.name in given and re.match(rf"{option.name}\b", message):
+            return str(option.metadata["flag"]) + message.removeprefix(option.name)
+    return message
 
 
 def _check_can_run_module(

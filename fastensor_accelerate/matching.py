@@ -13,6 +13,7 @@ from accelerate.utils import check_tied_parameters_in_config, find_tied_paramete
 from torch import nn
 
 from fastensor.errors import FastensorError, UnknownKeyError, UnsupportedContentError
+from fastensor.files.words import counted
 from fastensor_accelerate.conversions import converted
 from fastensor_accelerate.weight_files import WeightFiles
 
@@ -146,10 +147,8 @@ def _misfit(files: WeightFiles, path: str, names: Mapping[str, str], model: nn.M
     lacks_buffers = [name for name in buffers if name not in names and not _may_be_missing(name)]
     for name in (lacks + lacks_buffers)[:1]:
         why = _not_tied(name, path, names, model) or no_weight(name, path, names, files.weights)
-        return UnknownKeyError(
-            f"{why}; {len(lacks)} parameters and {len(lacks_buffers)} buffers of {type(model).__name__} are missing "
-            "in all"
-        )
+        lacking = f"{counted(len(lacks), 'parameters')} and {counted(len(lacks_buffers), 'buffers')}"
+        return UnknownKeyError(f"{why}; {lacking} of {type(model).__name__} are missing in all")
     for name, tensor in chain(parameters.items(), buffers.items()):
         if name in names and (found := files.weights[names[name]].shape) != tensor.shape:
             return UnsupportedContentError(

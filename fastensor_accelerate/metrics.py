@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 
 import fastensor
-from fastensor.files.words import human_seconds, human_size
+from fastensor.files.words import counted, human_seconds, human_size
 
 
 @dataclass(slots=True)
@@ -59,8 +59,8 @@ class Totals:
         parts = []
         if self._states:
             parts.append(
-                f"saved {self._states} states ({human_size(self._nbytes)}) in {human_seconds(self._seconds)}, of which "
-                f"training waited {human_seconds(self._stall_seconds)}"
+                f"saved {counted(self._states, 'states')} ({human_size(self._nbytes)}) in "
+                f"{human_seconds(self._seconds)}, of which training waited {human_seconds(self._stall_seconds)}"
             )
         if self._files_loaded:
             parts.append(

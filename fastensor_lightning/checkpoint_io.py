@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict, cast
 
 import torch
 
@@ -201,6 +201,20 @@ class FastensorCheckpointIO(CheckpointIO):
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         last = f", last saved {self.last_save.path!r}" if self.last_save is not None else ""
         return f"({given}){last}"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """What the plugin lacks. Lightning asks for what callbacks have: the plugin was given as one.
+
+        Raises:
+            TypeError: a Trainer or Fabric has taken the plugin for a callback.
+        """
+        if name == "state_dict" or name.startswith("on_"):
+            self[0]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __getitem__(self, index: object) -> NoReturn:
+        """A Trainer whose ``callbacks`` are the plugin itself goes through it."""
+        raise TypeError(f"{type(self).__name__} is a plugin: pass plugins=[{type(self).__name__}(...)], not callbacks")
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import fastensor
 from fastensor.files.arguments import check_flags, checks_keywords
 from fastensor.files.shown import shown
+from fastensor.files.words import MIB
 from fastensor.select.share import Sharing
 from fastensor_lightning.checkpoint_io import CHECKPOINT_IO_CLASSES, FastensorCheckpointIO
 from fastensor_lightning.cooperation import save_together
 from fastensor_lightning.finished_files import WaitingLoggers, see_finished_files
-from fastensor_lightning.frameworks import load_classes, package_of, say
+from fastensor_lightning.frameworks import CALLBACK_WORDS, load_classes, package_of, say
 from fastensor_lightning.methods import call_after, call_once_after
 from fastensor_lightning.saved_in_run import SavedInRun
 from fastensor_lightning.shared_choice import share_choice
@@ -23,10 +24,9 @@ from fastensor_lightning.shared_choice import share_choice
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
 else:
-    Callback = type("Callback", load_classes("Callback", "lightning.pytorch", "pytorch_lightning"), {})
+    Callback = type("Callback", load_classes("Callback", "lightning.pytorch", "pytorch_lightning"), CALLBACK_WORDS)
 
 _logger = logging.getLogger(__name__)
-_MEGABYTE = 1e6
 
 
 @checks_keywords
@@ -55,7 +55,7 @@ class CheckpointMonitor(Callback):
 
     Args:
         progress_bar: whether to show the latest save in the progress bar.
-        details: whether to show there as well ``save_s`` (until the file was durable) and ``save_MB/s``.
+        details: whether to show there as well ``save_s`` (until the file was durable) and ``save_MiB/s``.
         log: whether loggers get the numbers.
         explain: whether to say in the Trainer's log which backend each file was saved or loaded by on rank 0, and why.
 
@@ -155,7 +155,7 @@ class CheckpointMonitor(Callback):
             return
         shown = {"stall_s": report.stall_seconds}
         if self._details:
-            shown |= {"save_s": report.seconds, "save_MB/s": report.bytes_per_second / _MEGABYTE}
+            shown |= {"save_s": report.seconds, "save_MiB/s": report.bytes_per_second / MIB}
         pl_module.log_dict(shown, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
 
     def __getstate__(self) -> dict[str, Any]:

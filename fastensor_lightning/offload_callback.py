@@ -15,13 +15,13 @@ from fastensor.files.words import human_size
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadEstimate, OffloadStatistics
 from fastensor.offload.config import OffloadOptions, config_of, dry_run_config, with_default_folder
 from fastensor_lightning.dry_run import leave_no_trace, note_progress
-from fastensor_lightning.frameworks import load_classes, of_rank, say
+from fastensor_lightning.frameworks import CALLBACK_WORDS, load_classes, of_rank, say
 from fastensor_lightning.methods import replace_method
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
 else:
-    Callback = type("Callback", load_classes("Callback", "lightning.pytorch", "pytorch_lightning"), {})
+    Callback = type("Callback", load_classes("Callback", "lightning.pytorch", "pytorch_lightning"), CALLBACK_WORDS)
 
 _DRY_RUN_STEPS = 3
 _logger = logging.getLogger(__name__)

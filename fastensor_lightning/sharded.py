@@ -28,10 +28,9 @@ from fastensor.checkpoint.asynchronous.for_adapters import in_turn
 from fastensor.checkpoint.directories import nbytes_in_directory, survives_power_failure
 from fastensor.checkpoint.files import make_parent, remove_at_once
 from fastensor.checkpoint.location import as_in_fsspec, locate
-from fastensor.checkpoint.publish import KEPT
 from fastensor.errors import CheckpointReadError, FastensorError
 from fastensor.files.new_directory import NewDirectory
-from fastensor.files.os_errors import write_errors
+from fastensor.files.os_errors import kept_at, write_errors
 from fastensor_lightning.frameworks import load_classes
 
 if TYPE_CHECKING:
@@ -220,7 +219,7 @@ class ShardedCheckpoints:
         self._wait()
         if saving.is_first:
             make_parent(saving.path, durable=saving.options.durable)
-            with write_errors(saving.path, "the save failed", KEPT):
+            with write_errors(saving.path, "the save failed", kept_at(saving.path)):
                 saving.directory.create()
 
     def _write(

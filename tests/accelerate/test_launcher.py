@@ -211,7 +211,7 @@ def test_accelerates_launcher_runs_our_module(tmp_path: Path) -> None:
     done = launched("--cpu", "-m", "fastensor_accelerate", JOB, tmp_path / "state", folder=tmp_path, program=STOCKS)
     assert saved_by_fastensor(tmp_path / "state")
     assert seen_in(tmp_path / "state")["asynchronous"] is None
-    assert "fastensor: saved 1 states" in done.stderr
+    assert "fastensor: saved 1 state " in done.stderr
 
 
 def test_a_job_that_fails_ends_as_with_accelerate(tmp_path: Path) -> None:
@@ -241,6 +241,6 @@ def test_functions_that_are_launched_after_enable(tmp_path: Path, launcher: str)
         f"{launcher}\n"
     )
     done = run("notebook.py", folder=tmp_path)
-    assert "fastensor: saved 1 states" in done.stderr
+    assert "fastensor: saved 1 state " in done.stderr
     assert fastensor.inspect(tmp_path / "state/model.safetensors").checked
     assert (tmp_path / "state/random_states_1.pkl").exists() == launcher.startswith("debug")

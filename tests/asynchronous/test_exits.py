@@ -70,7 +70,7 @@ def test_what_is_pending_is_finished(path: Path, way: str, code: int, message: s
 def test_what_takes_too_long_is_given_up(path: Path) -> None:
     code, errors = run(path, "timeout")
     assert code == 0
-    assert f"given up at exit, after 0.2 s: 1 checkpoints of which 0 MB are to be written ({path})" in errors
+    assert f"given up at exit, after 0.2 s: 1 checkpoint of which 0 B are to be written ({path})" in errors
     assert_only(path, OLD)
 
 
@@ -79,7 +79,7 @@ def test_a_second_interrupt_gives_up(path: Path) -> None:
         read_until("blocked", process.stdout)
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
-        assert any("waiting for 1 checkpoints" in line for line in process.stderr)
+        assert any("waiting for 1 checkpoint " in line for line in process.stderr)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == -signal.SIGINT

@@ -353,7 +353,7 @@ def test_waiting_takes_too_long(path: Path, gate: Any) -> None:
     with AsyncWriter() as writer:
         gate.close()
         handle = writer.save(NEW, path)
-        with pytest.raises(TimeoutError, match=rf"not done after 0.01 s: 1 checkpoints .*{path}.*; it goes on"):
+        with pytest.raises(TimeoutError, match=rf"not done after 0.01 s: 1 checkpoint .*{path}.*; it goes on"):
             writer.wait(0.01)
         gate.open()
         assert handle.result().durable
@@ -387,7 +387,7 @@ def test_long_waits_say_so(
         with pytest.raises(TimeoutError):
             writer.wait(0.1)
         gate.open()
-    assert "waiting for 1 checkpoints of which 0 MB are to be written" in caplog.text
+    assert "waiting for 1 checkpoint of which 0 B are to be written" in caplog.text
     assert "s so far" in caplog.text
 
 

@@ -53,7 +53,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "dcp" in out
     status, out, _ = command_line(capsys, "inspect", tmp_path / "a")
     assert status == 0
-    assert "1 tensors of 156 KiB, 20 thousand parameters, 156 KiB in memory; 1 other values" in out
+    assert "1 tensor of 156 KiB, 20 thousand parameters, 156 KiB in memory; 1 other value" in out
     status, out, _ = command_line(capsys, "diff", tmp_path / "a", tmp_path / "b")
     assert status == 1
     assert "19999 elements of int64 20000, by 19999 at most" in out

@@ -154,7 +154,7 @@ def test_a_bar_waits_for_a_second(monkeypatch: pytest.MonkeyPatch, capsys: Any) 
         show(3 << 20, 4 << 20)
         err = capsys.readouterr().err
     assert "3.0/4.0 MiB" in err
-    assert "MB/s" in err or "?" in err
+    assert "2 MiB/s" in err, "the unit of everything else"
 
 
 # verify
@@ -550,3 +550,41 @@ def test_a_name_that_is_renamed_twice(capsys: Any, tmp_path: Path, tensors: Path
     arguments = ("convert", tensors, tmp_path / "y.pt", "--rename", "head=a", "--rename", "head=b")
     status, _, err = command_line(capsys, *arguments)
     assert (status, "'head' is given twice" in err) == (2, True)
+
+
+def test_one_message_names_all_that_a_conversion_needs(capsys: Any, tmp_path: Path) -> None:
+    """Of a checkpoint of Lightning; and of one whose tensors share memory, too."""
+    base = torch.arange(100.0)
+    lightning = {"epoch": 3, "state_dict": {"a": base}, "optimizer_states": [{"state": {0: {"exp_avg": base + 1}}}]}
+    fastensor.save(lightning, tmp_path / "x.ckpt")
+    convert = ("convert", tmp_path / "x.ckpt", tmp_path / "y.safetensors")
+    status, _, err = command_line(capsys, *convert)
+    assert (status, "its outermost dict holds no dense tensors" in err) == (1, True)
+    assert "choose one of its dicts of tensors with --root, and leave the rest out with --drop: 'state_dict', " in err
+    assert command_line(capsys, *convert, "--root", "state_dict", "--drop")[0] == 0
+    fastensor.save({**lightning, "state_dict": {"a": base, "b": base[10:20]}}, tmp_path / "x.ckpt")
+    status, _, err = command_line(capsys, *convert, "--root", "state_dict", "--force")
+    assert status == 1
+    assert "leaves out: epoch, optimizer_states; --drop converts the rest. Also, " in err
+    assert "pass --copy-ties to write each" in err
+    assert command_line(capsys, *convert, "--root", "state_dict", "--force", "--drop", "--copy-ties")[0] == 0
+
+
+def test_a_difference_fits_the_screen(capsys: Any, tmp_path: Path) -> None:
+    for number in (1, 2):
+        state = {"w": torch.tensor([float(number)]), "x" * 200: number, "path": "/" + str(number) * 100}
+        fastensor.save(state, tmp_path / f"{number}.ckpt")
+    _, out, _ = command_line(capsys, "diff", tmp_path / "1.ckpt", tmp_path / "2.ckpt")
+    assert max(map(len, out.splitlines())) < 170
+    assert "1 element of float32 1" in out
+    _, out, _ = command_line(capsys, "diff", tmp_path / "1.ckpt", tmp_path / "2.ckpt", "--all")
+    assert "x" * 200 in out
+
+
+def test_one_of_a_thing_is_in_the_singular(capsys: Any, tmp_path: Path) -> None:
+    fastensor.save({"w": torch.ones(1), "epoch": 3}, tmp_path / "x.ckpt")
+    fastensor.save({"w": torch.ones(1), "epoch": 4}, tmp_path / "y.ckpt")
+    out = command_line(capsys, "inspect", tmp_path / "x.ckpt")[1]
+    assert "1 tensor of 4 B, 1 parameter, 4 B in memory; 1 other value\n" in out
+    out = command_line(capsys, "diff", tmp_path / "x.ckpt", tmp_path / "y.ckpt")[1]
+    assert out.splitlines()[-1] == "1 difference, 1 the same"

@@ -128,7 +128,7 @@ def test_quick_measures_nothing(capsys: Any, here: Path, monkeypatch: pytest.Mon
     status, found = examine(capsys, *QUICK)
     assert (status, found["speeds"]) == (0, [])
     assert found["folder"]["page_cache"]["works"] or found["folder"]["kept_by"] != "disk"
-    assert "MB/s" not in run(capsys, *QUICK)[1]
+    assert "MiB/s" not in run(capsys, *QUICK)[1]
 
 
 def test_nothing_is_learned(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -433,7 +433,7 @@ def test_nothing_is_left_when_it_is_interrupted(
     before = signal.getsignal(number)
     status, out, err = run(capsys, *SMALL)
     assert (status, err) == (128 + number, "")
-    assert out.rstrip().splitlines()[-1].startswith("MB/s"), "what was known by then has been printed"
+    assert out.rstrip().splitlines()[-1].startswith("MiB/s"), "what was known by then has been printed"
     assert [len(names) for names in seen] == [1]
     assert os.listdir(here) == []
     assert signal.getsignal(number) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -95,6 +96,26 @@ def test_a_device_that_is_not_there(tmp_path: Path, kind: str, options: dict[str
         for place in ("cuda", torch.device("cuda:1"), {"cpu": "cuda:0"}):
             with pytest.raises(PlacementError, match=rf"^{re.escape(str(path))}: .*(?s:.)*[^.]\. map_location='cpu'"):
                 fastensor.load(path, place, **options)
+
+
+@of_every_kind
+@without_cuda
+@pytest.mark.usefixtures("allowed")
+def test_a_device_that_is_not_there_is_said_once(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path / "x.pt", kind)
+    for load in (fastensor.load, fastensor.open):
+        with pytest.raises(PlacementError) as caught:
+            load(path, "cuda")
+        shown = "".join(traceback.format_exception(caught.value))
+        assert shown.count("Traceback") == 1
+        assert shown.count("map_location=") == 1, "torch's advice is about torch.load"
+        assert shown.endswith(
+            f"{path}: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False. "
+            f"map_location='cpu' loads it to the host\n"
+        )
+    assert (caplog.text, capfd.readouterr().err) == ("", "")
 
 
 @without_cuda

@@ -173,7 +173,7 @@ def test_monitor_logs_and_shows_every_save(pl: Any, tmp_path: Path) -> None:
         assert f"checkpoint/{name}" in metrics
     assert str(float(os.path.getsize(trainer.checkpoint_callback.best_model_path))) in metrics
     assert shown["save_s"] > 0
-    assert shown["save_MB/s"] > 0
+    assert shown["save_MiB/s"] > 0
     assert not trainer.strategy.checkpoint_io._listeners
     pickle.loads(pickle.dumps(monitor))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,19 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from integration.lightning_models import fit
+from lightning.fabric import Fabric
 
 import fastensor
 from fastensor.errors import OffloadError, UnknownBackendError
 from fastensor.offload import OffloadConfig
 from fastensor_accelerate import CheckpointMapping, ConfigError, FastensorConfig
-from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO, FastensorDataModule, SSDActivationOffload
+from fastensor_lightning import (
+    CheckpointMonitor,
+    DataWaitMonitor,
+    FastensorCheckpointIO,
+    FastensorDataModule,
+    SSDActivationOffload,
+)
 
 
 def flag(name: str) -> tuple[dict[str, Any], type[Exception], str]:
@@ -157,3 +166,26 @@ def test_checkpoints_in_memory_are_named_once(caplog: pytest.LogCaptureFixture) 
     assert not plugin.last_save.durable
     (said,) = [one for one in caplog.messages if "in memory" in one]
     assert "do not survive a power failure" in said
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_the_plugin_among_the_callbacks(as_list: bool) -> None:
+    plugin: Any = FastensorCheckpointIO()
+    with pytest.raises(TypeError, match=r"is a plugin: pass plugins=\[FastensorCheckpointIO\(...\)\], not callbacks$"):
+        pl.Trainer(callbacks=[plugin] if as_list else plugin, logger=False)
+    assert pickle.loads(pickle.dumps(plugin)).durable
+    assert not hasattr(copy.copy(plugin), "no_such_attribute")
+
+
+def test_the_plugin_among_the_callbacks_of_fabric() -> None:
+    fabric = Fabric(callbacks=[FastensorCheckpointIO()], accelerator="cpu")
+    with pytest.raises(TypeError, match="is a plugin"):
+        fabric.call("on_train_epoch_end")
+
+
+@pytest.mark.parametrize("callback", [SSDActivationOffload, CheckpointMonitor, DataWaitMonitor])
+def test_a_callback_among_the_plugins(callback: type[pl.Callback]) -> None:
+    plugins: Any = [callback()]
+    for make in (pl.Trainer, Fabric):
+        with pytest.raises(Exception, match=rf"invalid type .*{callback.__name__}.*, which is for callbacks=\[...\]"):
+            make(plugins=plugins, accelerator="cpu")

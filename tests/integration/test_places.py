@@ -270,9 +270,28 @@ def test_a_disk_without_room_for_both_files(tmp_path: Path) -> None:
     )
     script = 'mount -t tmpfs -o size=6m none "$1" && $PYTHON -c "$2" "$1"'
     printed = in_a_mount_namespace(script, str(tmp_path), code)
-    assert re.match(
-        r"the save failed \(No space left on device: \d+ bytes are needed beside .*is kept\n0 \['x", printed
+    assert printed == (
+        "the save failed (No space left on device: the new file needs 4.03 MiB beside the old one; 1.97 MiB are free); "
+        "what was there before is kept\n0 ['x.ckpt']\n"
     )
+
+
+@needs_root
+def test_a_disk_without_room_for_the_first_file(tmp_path: Path) -> None:
+    """The message claims no older file. What writes without reserving says what is free, too."""
+    code = (
+        "import sys, torch, fastensor; path = sys.argv[1]\n"
+        "for save in (lambda: fastensor.save({'w': torch.ones(2 << 20)}, path + '/x.ckpt'),\n"
+        "             lambda: fastensor.save_sharded({'w': torch.ones(2 << 20)}, path + '/model')):\n"
+        "    try: save()\n"
+        "    except fastensor.CheckpointWriteError as error: print(error.strerror)"
+    )
+    script = 'mount -t tmpfs -o size=6m none "$1" && $PYTHON -c "$2" "$1"'
+    assert in_a_mount_namespace(script, str(tmp_path), code).splitlines() == [
+        f"the save failed (No space left on device: the new file needs {size}; 6 MiB are free); nothing was there "
+        "before, and nothing is left"
+        for size in ("8.03 MiB", "8 MiB")
+    ]
 
 
 WITHOUT_PROC = """

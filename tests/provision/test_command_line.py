@@ -66,10 +66,10 @@ def test_a_service_is_started_looked_at_and_ended(
         status, out, err = command_line(capsys, "provision", "status", address)
         assert (status, err) == (0, "")
         lines = out.splitlines()
-        assert re.fullmatch(rf"{re.escape(address)}: 40 samples, \d clients, 1 loaders", lines[0])
+        assert re.fullmatch(rf"{re.escape(address)}: 40 samples, \d clients?, 1 loader", lines[0])
         assert lines[1].startswith("cache: 40 samples of ")
         assert "came from the cache" in lines[2]
-        assert lines[3].endswith("1 workers; 0 were replaced")
+        assert lines[3].endswith("1 worker; 0 were replaced")
         assert lines[5].split()[:3] == ["rank", "batches", "ahead"]
         assert lines[6].startswith("1 of 2 ")
         _, out, _ = command_line(capsys, "provision", "status", address, "--json")

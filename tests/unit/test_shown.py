@@ -107,16 +107,16 @@ def objects(folder: Path) -> Iterator[tuple[Any, str]]:
     writer.close()
     yield writer, "<AsyncWriter(staging_bytes=67108864): 0 saves pending, 1 ended, closed>"
     checkpoint = fastensor.open("a.ckpt")
-    yield checkpoint, "<LazyCheckpoint 'a.ckpt': 1 tensors>"
+    yield checkpoint, "<LazyCheckpoint 'a.ckpt': 1 tensor>"
     checkpoint.close()
-    yield checkpoint, "<LazyCheckpoint 'a.ckpt': 1 tensors, closed>"
+    yield checkpoint, "<LazyCheckpoint 'a.ckpt': 1 tensor, closed>"
     store = fastensor.TensorStore("store", backend="numpy")
     yield store, f"<TensorStore '{folder}/store': backend 'numpy', mode 'write', not durable>"
     store.close()
     yield store, f"<TensorStore '{folder}/store': backend 'numpy', mode 'write', not durable, closed>"
     selector = fastensor.Selector()
     selector.record("1MiB", fastensor.Context("write"), "numpy", 1.0)
-    yield selector, "<Selector: explores, mode 'write', 1 sizes known, 1 transfers>"
+    yield selector, "<Selector: explores, mode 'write', 1 size known, 1 transfer>"
     yield selector.dictionary, "<Dictionary: 1 size known in 1 context>"
     yield FastensorStorageReader("dcp"), f"<FastensorStorageReader of '{folder}/dcp': verify True, backend 'auto'>"
     yield FastensorStorageWriter("dcp"), f"<FastensorStorageWriter of '{folder}/dcp': backend 'auto'>"
@@ -152,9 +152,9 @@ def objects(folder: Path) -> Iterator[tuple[Any, str]]:
     )
     yield FastensorAccelerator(cpu=True), "<FastensorAccelerator on cpu, process 0 of 1>"
     mapping = CheckpointMapping("a.safetensors")
-    yield mapping, "<CheckpointMapping 'a.safetensors': 1 weights>"
+    yield mapping, "<CheckpointMapping 'a.safetensors': 1 weight>"
     mapping.close()
-    yield mapping, "<CheckpointMapping 'a.safetensors': 1 weights, closed>"
+    yield mapping, "<CheckpointMapping 'a.safetensors': 1 weight, closed>"
 
 
 def test_a_repr_is_short_and_exact_and_reaches_for_nothing(folder: Path) -> None:

@@ -24,7 +24,7 @@ from fastensor.backends.gds import GdsBackend
 from fastensor.backends.numpy import NumpyBackend
 from fastensor.backends.torch import TorchBackend
 from fastensor.errors import UnknownBackendError
-from fastensor.files.arguments import did_you_mean
+from fastensor.files.arguments import nearest
 from fastensor.files.installed import entry_points_of, is_mentioned
 
 AUTO = "auto"
@@ -75,9 +75,7 @@ def get(name: str) -> Backend:
     wanted = PAPER_NAMES.get(name, name)
     if wanted not in _backends and wanted not in names():
         known = (AUTO, *_backends)
-        raise UnknownBackendError(
-            f"no backend is named {name!r}{did_you_mean(name, known)}; there are: {', '.join(known)}"
-        )
+        raise UnknownBackendError(f"no backend is named {name!r}{nearest(name, known)}")
     return _backends[wanted]
 
 

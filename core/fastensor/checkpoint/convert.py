@@ -16,7 +16,7 @@ from fastensor.checkpoint.conversion.layout import plan_stand_ins, refuse, untou
 from fastensor.checkpoint.conversion.losses import left_out_of_directories, left_out_of_files
 from fastensor.checkpoint.conversion.same_file import check_nothing_is_lost, is_same_file
 from fastensor.checkpoint.conversion.settings import ConvertSettings, WrittenContainer
-from fastensor.checkpoint.conversion.sources import Source, open_source
+from fastensor.checkpoint.conversion.sources import Source, open_source, what_shares_memory
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.progress import Progress, reporting
@@ -135,19 +135,19 @@ def convert_by(
     settings: ConvertSettings,
     progress: Progress,
     *,
-    check: Callable[[Sequence[str]], None] | None = None,
+    check: Callable[[Sequence[str], Mapping[str, Sequence[Sequence[str]]]], None] | None = None,
 ) -> SaveReport:
     """:func:`convert` with its keywords as a record.
 
     Args:
         source, target, progress: as there.
         settings: have been checked.
-        check: called before anything is written, with the names of what is left out; what it raises ends the
-            conversion. Needs settings with ``drop``.
+        check: called before anything is written, with the names of what is left out, and of tensors that share
+            memory by file; what it raises ends the conversion. Needs settings with ``drop``.
     """
     if settings.container == "dcp" or metadata_names(source):
         if check is not None:
-            check(left_out_of_directories(source, settings))
+            check(left_out_of_directories(source, settings), {})
         from fastensor.checkpoint.dcp import convert as of_directories  # loads torch.distributed.checkpoint
 
         if settings.container == "dcp":
@@ -156,7 +156,9 @@ def convert_by(
     with ExitStack() as stack:
         found = open_source(source, settings, stack)
         if check is not None:
-            check(left_out_of_files(found, settings))
+            check(left_out_of_files(found, settings), found.ties)
+        if found.ties and not settings.copy_ties:
+            raise UnsupportedContentError(what_shares_memory(found.ties))
         for where, why in found.unchecked.items() if settings.verify else ():
             warn_unverified(where, why)
         return _Conversion(found, settings, progress, stack).run(target)

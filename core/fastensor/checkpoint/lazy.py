@@ -23,6 +23,7 @@ from fastensor.errors import UnknownKeyError, UnsupportedContentError
 from fastensor.files.arguments import check_flags, checks_keywords
 from fastensor.files.os_errors import read_errors
 from fastensor.files.shown import shown
+from fastensor.files.words import counted
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.parts import Part
 
@@ -212,7 +213,7 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
     @shown
     def __repr__(self) -> str:
         closed = "" if self._close.alive else ", closed"
-        return f" {self._file.where!r}: {len(self)} tensors{closed}"
+        return f" {self._file.where!r}: {counted(len(self), 'tensors')}{closed}"
 
     def _check_open(self) -> None:
         if not self._close.alive:

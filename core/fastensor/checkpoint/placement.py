@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any, TypeAlias
@@ -14,6 +15,7 @@ from fastensor.files.words import unended
 
 _HOST = torch.device("cpu")
 _KINDS = ("cpu", "cuda", "meta", "mps", "xpu", "hpu", "xla")
+_ADVICE_OF_TORCH = re.compile(r"\. (If you are running on a|Please use torch\.load with map_location).*", re.DOTALL)
 _OFTEN_MEANT = {"gpu": "cuda", "nvidia": "cuda", "host": "cpu"}
 """What people call kinds of devices, and what torch calls them."""
 MapLocation: TypeAlias = Any
@@ -110,15 +112,20 @@ def check_destination(location: str, map_location: MapLocation, where: str) -> N
     """Make sure that torch can put storages where ``map_location`` says. A callable is not called.
 
     Raises:
-        PlacementError: torch refuses; its error is the cause.
+        PlacementError: torch refuses; its error is the context.
     """
     if is_users(map_location):
         return
     try:
         destination(location, map_location)
-    except Exception as error:
-        refused = PlacementError(f"{where}: {unended(error)}. map_location='cpu' loads it to the host")
-        raise caught_as(refused, type(error)) from error
+    except Exception as error:  # noqa: BLE001  # our error says all that torch's says, and is of its type
+        raise caught_as(refusal_to_place(error, where), type(error)) from None
+
+
+def refusal_to_place(error: Exception, where: str) -> PlacementError:
+    """The error for a place that torch refuses. Its advice takes the place of torch's, about ``torch.load``."""
+    found = _ADVICE_OF_TORCH.sub("", str(error))
+    return PlacementError(f"{where}: {unended(found)}. map_location='cpu' loads it to the host")
 
 
 def place(storage: torch.UntypedStorage, location: str, map_location: MapLocation) -> torch.UntypedStorage:

@@ -18,16 +18,16 @@ import re
 import stat
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from fastensor.checkpoint.freeing import Freeing, freeing_afterwards
 from fastensor.errors import CheckpointWriteError
 from fastensor.files import posix
 from fastensor.files.atomic import NewFile
-from fastensor.files.os_errors import write_error, write_errors
+from fastensor.files.os_errors import kept_at, write_error, write_errors
 
 _MOST_LINKS = 40
 _DESCRIPTORS = re.compile(r"/proc/\d+(/task/\d+)?/fd")
-KEPT = "what was there before is kept"
 _NOT_POSSIBLE = (errno.EPERM, errno.EACCES, errno.EROFS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors by which systems refuse an operation on a file for good, whatever space and time there is."""
 
@@ -204,7 +204,7 @@ def open_output(target: Target, *, hidden: bool = False) -> NewFile | InPlace:
     Raises:
         CheckpointWriteError: the target can neither be replaced nor written in place. Nothing has been changed.
     """
-    with write_errors(target.path, "cannot save", KEPT):
+    with write_errors(target.path, "cannot save", partial(kept_at, target.path)):
         with contextlib.suppress(FileNotFoundError):
             found = os.stat(target.path, follow_symlinks=target.is_descriptor)
             if not stat.S_ISLNK(found.st_mode):

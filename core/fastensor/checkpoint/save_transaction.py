@@ -21,14 +21,15 @@ from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.nested import is_nested
 from fastensor.checkpoint.opened import can
 from fastensor.checkpoint.ordering import place_of, wait_to_replace, withdraw_pending
-from fastensor.checkpoint.publish import KEPT, InPlace, Target, open_output, publish, resolve_target
+from fastensor.checkpoint.publish import InPlace, Target, open_output, publish, resolve_target
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE
 from fastensor.checkpoint.remote import replacing
 from fastensor.checkpoint.report import SaveReport
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError, SaveDroppedError, caught_as
 from fastensor.files import posix
 from fastensor.files.atomic import NewFile
-from fastensor.files.os_errors import write_errors
+from fastensor.files.os_errors import kept_at, write_errors
+from fastensor.files.words import human_size
 from fastensor.select.context import Context
 from fastensor.select.rule import choose_writer
 from fastensor.select.transfer import BackendChoice, Transfer, check_choice
@@ -356,7 +357,7 @@ class SaveTransaction:
         return _Written(existing.path, nbytes, backend, reason, durable, False)
 
     def _to_url(self, source: Source | None, target: RemotePath) -> _Written:
-        with self._at("write"), write_errors(self.where, _FAILED, KEPT), replacing(target) as file:
+        with self._at("write"), write_errors(self.where, _FAILED, kept_at(self.where)), replacing(target) as file:
             nbytes = self._to_stream(source, file)
             self.before_publishing()
             self._withdraw_others()
@@ -382,7 +383,7 @@ class SaveTransaction:
         """
         fd = new.fd
         if self._nested:
-            reserve(fd, source.nbytes)
+            reserve(new, source.nbytes)
             if self._backend not in (registry.AUTO, _NEEDS_NO_THREAD) and isinstance(self._backend, str):
                 record_fallback(self._fallbacks, self._backend, _NESTED)
             return None, registry.get(_NEEDS_NO_THREAD).write(source, fd)
@@ -422,7 +423,7 @@ def write_by_backend(
         OSError: no backend could write the file.
         StateChangedError: a storage was resized meanwhile.
     """
-    reserve(new.fd, source.nbytes)
+    reserve(new, source.nbytes)
     try:
         transfer = Transfer.of_file(
             backend,
@@ -445,18 +446,19 @@ handler might find held."""
 os.register_at_fork(after_in_child=_under_way.clear)
 
 
-def reserve(fd: int, nbytes: int) -> None:
+def reserve(new: NewFile, nbytes: int) -> None:
     """Reserve space for a new file.
 
     Raises:
         OSError: there is not enough space.
     """
     try:
-        posix.preallocate(fd, -(-nbytes // _PREALLOCATION_UNIT) * _PREALLOCATION_UNIT)
+        posix.preallocate(new.fd, -(-nbytes // _PREALLOCATION_UNIT) * _PREALLOCATION_UNIT)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            what = f"{error.strerror}: {nbytes} bytes are needed beside what is there; make room, or remove that first"
-            raise OSError(error.errno, what) from error
+            beside = " beside the old one" if os.path.lexists(new.path) else ""
+            needed = f"{error.strerror}: the new file needs {human_size(nbytes)}{beside}"
+            raise OSError(error.errno, needed) from error
         raise
 
 
@@ -512,9 +514,9 @@ def _left(output: NewFile | InPlace) -> str:
     if isinstance(output, NewFile):
         if output.published:
             return "the new file is in place, but a power failure may bring back what was there before"
-        return KEPT
+        return kept_at(output.path)
     if output.finished:
         return "all of it was written in place, but a power failure may cut it off"
     if not output.begun or (output.is_file and not output.nbytes):
-        return KEPT
+        return kept_at(output.path)
     return "the file was written in place and holds a part of the new contents"

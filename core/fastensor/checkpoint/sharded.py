@@ -10,17 +10,17 @@ import os
 import re
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import Location, locate
-from fastensor.checkpoint.publish import KEPT
 from fastensor.checkpoint.report import SaveReport
 from fastensor.errors import CheckpointWriteError, CorruptCheckpointError, NotACheckpointError
 from fastensor.files import posix
 from fastensor.files.atomic import NewFile
-from fastensor.files.os_errors import read_errors, write_errors
+from fastensor.files.os_errors import kept_at, read_errors, write_errors
 from fastensor.stitch.containers import SNIFFED_NBYTES, refuse_foreign
 
 INDEX_SUFFIX = ".index.json"
@@ -222,10 +222,10 @@ def _alone_in(path: str) -> Iterator[None]:
     Raises:
         CheckpointWriteError: another one has locked it.
     """
-    with write_errors(path, "cannot save", KEPT):
+    with write_errors(path, "cannot save", partial(kept_at, path)):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with write_errors(path, "cannot save", KEPT):
+        with write_errors(path, "cannot save", partial(kept_at, path)):
             is_alone = posix.try_lock(fd)
         if not is_alone:
             raise CheckpointWriteError(
@@ -318,7 +318,7 @@ def _write_index(path: str, places: Mapping[str, str], metadata: Mapping[str, in
     published = False
 
     def outcome() -> str:
-        return "the new one is there, but a power failure may bring back the old one" if published else KEPT
+        return "the new one is there, but a power failure may bring back the old one" if published else kept_at(path)
 
     with write_errors(path, "the index could not be written", outcome), NewFile(path) as new:
         posix.write_fully(new.fd, memoryview(text.encode()), 0)

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from fastensor.checkpoint.archive import read_archive
 from fastensor.checkpoint.catalog import read_catalog
 from fastensor.checkpoint.opened import FileView, OpenedFile, read_exactly
-from fastensor.checkpoint.placement import check_destination, is_users
+from fastensor.checkpoint.placement import check_destination, is_users, refusal_to_place
 from fastensor.checkpoint.request import FORCED, LoadRequest
 from fastensor.errors import (
     CorruptCheckpointError,
@@ -33,7 +33,6 @@ from fastensor.errors import (
     caught_as,
 )
 from fastensor.files.os_errors import read_error
-from fastensor.files.words import unended
 from fastensor.stitch.containers import SNIFFED_NBYTES, is_safetensors_name, is_tar
 from fastensor.stitch.pickle_records import PickledStorage, storages_in
 from fastensor.stitch.torch_records import TorchArchive
@@ -62,8 +61,9 @@ def is_refused_global(error: Exception) -> bool:
 def explain(
     error: Exception, file: OpenedFile, request: LoadRequest, *, rebuild_on_host: Callable[[], object] | None = None
 ) -> None:
-    """Raise our error, which is an instance of the type of torch's, too, with torch's as its cause. Return if torch's
-    error is to be passed on as it is.
+    """Raise our error, which is an instance of the type of torch's, too. Return if torch's is to be passed on as it is.
+
+    torch's error is the cause of ours; of a :class:`PlacementError`, which says all that it says, only the context.
 
     Errors of the user's own code (allow-listed classes, a callable ``map_location``) are passed on. torch's error is
     the device's fault if torch refuses to put an empty storage there for the same reason. It is the file's fault if the
@@ -80,7 +80,7 @@ def explain(
         raise hidden
     ours = _translate(error, file, request, rebuild_on_host)
     if ours is not error:
-        raise caught_as(ours, type(error)) from error
+        raise caught_as(ours, type(error)) from None if isinstance(ours, PlacementError) else error
 
 
 def _hidden_by_torch(error: Exception) -> FastensorError | None:
@@ -201,7 +201,7 @@ def _judge_legacy(
             f"{file.where}: torch cannot rebuild what the file holds ({_shortened(error)}); it was damaged, or "
             f"is not a checkpoint"
         )
-    return PlacementError(f"{file.where}: {unended(error)}. map_location='cpu' loads it to the host")
+    return refusal_to_place(error, file.where)
 
 
 def _why_not_damaged(error: Exception) -> str:
@@ -232,7 +232,7 @@ def _refused_place(
         try:
             check_destination(location, request.map_location, file.where)
         except PlacementError as refused:
-            cause = refused.__cause__
+            cause = refused.__context__
             if type(cause) is type(error) and str(cause) == str(error):
                 return refused
     return None

@@ -17,7 +17,7 @@ from fastensor.checkpoint.archive import read_archive, read_pickle, verify_compr
 from fastensor.checkpoint.checked_file import CheckedFile
 from fastensor.checkpoint.names import choose, nodes, resolve
 from fastensor.checkpoint.opened import FileView, OpenedFile, named_in_errors, read_exactly
-from fastensor.checkpoint.placement import MapLocation, destination, may_be_filled_at_once, place
+from fastensor.checkpoint.placement import MapLocation, check_destination, destination, may_be_filled_at_once, place
 from fastensor.checkpoint.reader import open_reader
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.checkpoint.storages import NotOrdinaryError, Storages, are_wanted, is_known, rebuild
@@ -82,6 +82,8 @@ def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
         return Loaded(result, "torch", archive.why_torch or MAPPED, compare)
     if archive.swapped:
         announce("loading without conversion", "the file was written with the other byte order; torch swaps it")
+    if archive.storages and request.keys is None and isinstance(request.map_location, str | torch.device):
+        check_destination("cpu", request.map_location, file.where)  # or each way to load would fail on it in turn
     selection = None if request.keys is None else _select(file, archive, request.keys, request)
     try:
         return _load_all(file, archive, request) if selection is None else _load_some(file, archive, request, selection)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
@@ -12,6 +12,7 @@ import torch
 
 from fastensor.checkpoint.conversion.same_file import is_same_file
 from fastensor.checkpoint.conversion.settings import ConvertSettings
+from fastensor.checkpoint.conversion.sources import what_shares_memory
 from fastensor.checkpoint.convert import convert_by
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import RemotePath, locate
@@ -44,9 +45,9 @@ def run(source: str, target: str, settings: ConvertSettings, *, force: bool, jso
         _check_target(source, target, force=force)
         lost: list[str] = []
 
-        def check(names: Sequence[str]) -> None:
+        def check(names: Sequence[str], ties: Mapping[str, Sequence[Sequence[str]]]) -> None:
             lost.extend(names)
-            _check_losses(source, lost, settings)
+            _check_losses(source, lost, ties, settings)
 
         with progress_bar(target) as progress:
             report = convert_by(source, target, replace(settings, drop=True), progress, check=check)
@@ -83,13 +84,20 @@ def _holds_something(target: str) -> bool:
     return isinstance(found, str) and os.path.lexists(found)
 
 
-def _check_losses(source: str, lost: Sequence[str], settings: ConvertSettings) -> None:
+def _check_losses(
+    source: str, lost: Sequence[str], ties: Mapping[str, Sequence[Sequence[str]]], settings: ConvertSettings
+) -> None:
     """
     Raises:
-        FastensorError: something would be left out without ``--drop``.
+        FastensorError: something would be left out without ``--drop``, or shared memory lost without ``--copy-ties``.
     """
+    refusals = []
     if lost and not settings.drop:
-        raise FastensorError(f"{source}: the conversion leaves out: {_in_words(lost)}; --drop converts the rest")
+        refusals.append(f"{source}: the conversion leaves out: {_in_words(lost)}; --drop converts the rest")
+    if ties and not settings.copy_ties:
+        refusals.append(what_shares_memory(ties))
+    if refusals:
+        raise FastensorError(". Also, ".join(refusals))
 
 
 def _in_words(names: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from fastensor.cli.output import OK, print_json, print_table, progress_bar
 from fastensor.data.index import LmdbIndex
 from fastensor.data.inspect import LmdbInspection, inspect_lmdb
-from fastensor.files.words import human_size
+from fastensor.files.words import counted, human_size
 
 _PERCENTILES = (0, 50, 99, 100)
 
@@ -37,7 +37,7 @@ def _as_json(index: LmdbIndex, db: str | None) -> dict[str, Any]:
 
 
 def _print_index(index: LmdbIndex) -> None:
-    print(f"{index.path}: {len(index)} records of {human_size(int(index.lengths.sum()))}")
+    print(f"{index.path}: {counted(len(index), 'records')} of {human_size(int(index.lengths.sum()))}")
     if sizes := _sizes(index):
         low, middle, high, most = (human_size(size) for size in sizes.values())
         print(f"sizes: from {low} to {most}, half up to {middle}, 99 % up to {high}")
@@ -65,7 +65,8 @@ def inspect(path: str, *, json: bool) -> int:
 def _print(found: LmdbInspection) -> None:
     used = human_size(found.used_pages * found.page_size)
     print(f"{found.path}: LMDB, data version {found.data_version}, {human_size(found.nbytes)}")
-    print(f"{found.used_pages} pages of {human_size(found.page_size)} ({used}), transaction {found.transaction}\n")
+    pages = counted(found.used_pages, "pages")
+    print(f"{pages} of {human_size(found.page_size)} ({used}), transaction {found.transaction}\n")
     rows = [
         [
             "the main database" if one.name is None else one.name,

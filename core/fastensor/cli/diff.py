@@ -7,10 +7,13 @@ from dataclasses import asdict
 
 from fastensor.checkpoint.diff import Difference, diff
 from fastensor.cli.errors import wrong_arguments
-from fastensor.cli.output import FAILED, OK, print_json, print_table, printable, progress_bar
+from fastensor.cli.output import FAILED, OK, print_json, print_table, printable, progress_bar, without_middle
+from fastensor.files.words import counted
 
 _MANY = 100
 """The most rows that are shown."""
+_NAME, _VALUE = 60, 40
+"""The most characters that are shown of a name and of a value."""
 _STYLES = {"only in A": "red", "only in B": "green", "differs": "yellow"}
 
 
@@ -29,21 +32,30 @@ def run(first: str, second: str, *, rtol: float, atol: float, values: bool, ever
     return OK if found.is_empty else FAILED
 
 
+def _whole(text: str, longest: int) -> str:
+    return text
+
+
 def _print(found: Difference, *, everything: bool, values: bool) -> None:
+    short = _whole if everything else without_middle
     rows = [["only in A", name, ""] for name in found.only_first]
     rows += [["only in B", name, ""] for name in found.only_second]
     for one in found.tensors:
         if one.elements:
-            what = f"{one.elements} elements of {one.first}, by {one.largest:g} at most"
+            what = f"{counted(one.elements, 'elements')} of {one.first}, by {one.largest:g} at most"
         else:
             what = f"{one.first} in A, {one.second} in B"
         rows.append(["differs", one.name, what])
-    rows += [["differs", name, f"{first} in A, {second} in B"] for name, (first, second) in found.others.items()]
-    shown = rows if everything else rows[:_MANY]
+    rows += [
+        ["differs", name, f"{short(first, _VALUE)} in A, {short(second, _VALUE)} in B"]
+        for name, (first, second) in found.others.items()
+    ]
+    shown = [[how, short(name, _NAME), what] for how, name, what in (rows if everything else rows[:_MANY])]
     if shown:
         print_table(["", "name", ""], shown, styles=_STYLES)
     if len(rows) > len(shown):
         print(f"and {len(rows) - len(shown)} more, which --all shows")
     for name in found.not_compared:
         print(printable(f"not compared: {name}, which is no checkpoint"))
-    print(f"{len(rows)} differences, {found.same} the same{'' if values else ' (values were not compared)'}")
+    how = "" if values else " (values were not compared)"
+    print(f"{counted(len(rows), 'differences')}, {found.same} the same{how}")

@@ -24,7 +24,7 @@ _FLAGS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"\bworkers(?= is )": "--workers",
     r"\bengine='(\w+)'": lambda match: f"--engine {match[1]}",
     r"\broot=(?=')": "--root ",
-    r"\bwith root: ": "with --root: ",
+    r"\bwith root: ": "with --root, and leave the rest out with --drop: ",
     r"\bwith root\b": "with --root",
     r"fastensor\.load\(\.\.\., keys=\.\.\.\) still gives": "in Python, fastensor.load(..., keys=...) still gives",
 }
@@ -35,7 +35,7 @@ def in_flags(message: str) -> str:
     """A message of the library for those who type flags.
 
     >>> in_flags("pass copy_ties=True to write each; or choose one with root: 'model'")
-    "pass --copy-ties to write each; or choose one with --root: 'model'"
+    "pass --copy-ties to write each; or choose one with --root, and leave the rest out with --drop: 'model'"
     """
     for pattern, flag in _FLAGS.items():
         message = re.sub(pattern, flag, message)

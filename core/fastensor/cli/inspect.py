@@ -11,17 +11,14 @@ from fastensor.checkpoint.catalog import TensorInfo
 from fastensor.checkpoint.inspect import Inspection, inspect_all
 from fastensor.checkpoint.names import resolve
 from fastensor.cli.errors import in_flags, print_error
-from fastensor.cli.output import FAILED, OK, print_json, print_styled, print_table, printable
+from fastensor.cli.output import FAILED, OK, print_json, print_styled, print_table, printable, without_middle
 from fastensor.cli.summary import dtype_name, grouped, patterns, prefix, rows, totals
 from fastensor.errors import FastensorError
-from fastensor.files.words import human_count, human_size
+from fastensor.files.words import counted, human_count, human_size
 
 _MANY = 200
 """The most tensors and values that are shown one by one. More tensors are summarized, more values cut off."""
 _GROUPS = ("tensors", "parameters", "dtype", "size")
-_LONGEST_NAME = 60
-"""The most characters of a name in a table, so that it does not push the other columns off the screen. Lightning writes
-all arguments of a callback into the name of its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +134,9 @@ def _print_head(view: _View) -> None:
     print_styled((printable(found.path), "bold"), (f": {found.container}, {human_size(found.nbytes)}, {checked}", ""))
     all_of_it = totals(found.tensors, found.ties)
     print(
-        f"{all_of_it.tensors} tensors of {human_size(all_of_it.nbytes)}, {human_count(all_of_it.parameters)} "
-        f"parameters, {human_size(found.memory_bytes)} in memory; {len(found.others)} other values"
+        f"{counted(all_of_it.tensors, 'tensors')} of {human_size(all_of_it.nbytes)}, "
+        f"{counted(all_of_it.parameters, 'parameters', human_count)}, {human_size(found.memory_bytes)} in memory; "
+        f"{counted(len(found.others), 'other values')}"
     )
 
 
@@ -199,13 +197,8 @@ def _print_each(tensors: Sequence[TensorInfo], most: int) -> None:
 
 
 def _shortened(name: str, most: int) -> str:
-    """A name without its middle if it is long, and not everything is to be shown.
-
-    >>> _shortened("callbacks.Stopping{'mode': 'min', 'patience': 10, 'min_delta': 0.001}.best", 200)
-    "callbacks.Stopping{'mode': 'm…: 10, 'min_delta': 0.001}.best"
-    """
-    half = _LONGEST_NAME // 2
-    return name if len(name) <= _LONGEST_NAME or most > _MANY else f"{name[: half - 1]}…{name[-half:]}"
+    """A name as far as there is room for it, or all of it if everything is to be shown."""
+    return name if most > _MANY else without_middle(name)
 
 
 def _print_some(header: list[str], table: list[list[str]], most: int, right: Sequence[int] = ()) -> None:

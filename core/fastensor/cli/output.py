@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from fastensor.files.words import human_size
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -101,6 +103,18 @@ def printable(text: str) -> str:
     )
 
 
+def without_middle(text: str, longest: int = 60) -> str:
+    """A text without its middle if it is long, so that a table fits the screen.
+
+    Lightning, for one, writes all arguments of a callback into the name of its state.
+
+    >>> without_middle("callbacks.Stopping{'mode': 'min', 'patience': 10, 'min_delta': 0.001}.best")
+    "callbacks.Stopping{'mode': 'm…: 10, 'min_delta': 0.001}.best"
+    """
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[: half - 1]}…{text[-half:]}"
+
+
 def print_json(value: Any) -> None:
     """Print a value for other programs."""
     print(json.dumps(value, indent=2))
@@ -120,11 +134,12 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
             if now - began < _PATIENCE_SECONDS or not sys.stderr.isatty():
                 return
             bar = _new_bar()
-            bar.add_task(_shortened(printable(title)), total=total)
+            bar.add_task(_shortened(printable(title)), total=total, rate="")
             bar.start()
         if now - refreshed >= _REFRESH_SECONDS or done == total:
             refreshed = now
-            bar.update(bar.task_ids[0], completed=done, total=total, refresh=True)
+            rate = f"{human_size(done / (now - began))}/s"
+            bar.update(bar.task_ids[0], completed=done, total=total, rate=rate, refresh=True)
 
     try:
         yield show
@@ -140,13 +155,13 @@ def _shortened(title: str) -> str:
 
 def _new_bar() -> Progress:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         auto_refresh=False,

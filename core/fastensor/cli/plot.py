@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastensor.errors import FastensorError
-from fastensor.files.words import human_size
+from fastensor.files.words import MIB, human_size
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Dictionary
 from fastensor.select.sizes import size_of
@@ -58,7 +58,7 @@ def plot(dictionary: Dictionary, title: str, path: Path) -> None:
     figure.suptitle(title, fontsize=8, wrap=True)
     axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     for axis, (context, panel) in zip(axes, panels.items(), strict=True):
-        axis.set(title=str(context), ylabel="MB/s", yscale="log")
+        axis.set(title=str(context), ylabel="MiB/s", yscale="log")
         axis.set_xscale("log", base=2)
         _draw(axis, panel, names)
     figure.savefig(path, dpi=110)
@@ -79,4 +79,4 @@ def _draw(axis: Axes, panel: Mapping[str, Sequence[Point]], names: Sequence[str]
 
 
 def _coordinates(points: Sequence[Point]) -> tuple[list[int], list[float]]:
-    return [point.nbytes for point in points], [point.bytes_per_second / 1e6 for point in points]
+    return [point.nbytes for point in points], [point.bytes_per_second / MIB for point in points]

@@ -28,7 +28,7 @@ from fastensor.cli.output import OK, USAGE, print_json, print_table
 from fastensor.data import LmdbDataset, processes
 from fastensor.data.connection import NO_ROOM, Connection, ConnectionLost
 from fastensor.errors import FastensorError, ProvisionError
-from fastensor.files.words import human_seconds, human_size
+from fastensor.files.words import counted, human_seconds, human_size
 from fastensor.provision import DataService
 from fastensor.provision.embedded import wire
 from fastensor.provision.embedded.client import LOCAL, TCP
@@ -342,10 +342,11 @@ def _only_address() -> str:
 
 def _print(found: Mapping[str, Any]) -> None:
     loaders = found["loaders"]
-    print(f"{found['address']}: {found['samples']} samples, {found['clients']} clients, {len(loaders)} loaders")
+    used_by = f"{counted(found['clients'], 'clients')}, {counted(len(loaders), 'loaders')}"
+    print(f"{found['address']}: {counted(found['samples'], 'samples')}, {used_by}")
     if "cached_samples" in found:
         size = human_size(found["cached_nbytes"])
-        print(f"cache: {found['cached_samples']} samples of {size}, {found['evictions']} had to make room")
+        print(f"cache: {counted(found['cached_samples'], 'samples')} of {size}, {found['evictions']} had to make room")
     if "hits" in found:
         used = found["hits"] + found["misses"]
         print(
@@ -381,9 +382,9 @@ def _health(found: Mapping[str, Any]) -> str:
         silent = [str(one["number"]) for one in found["servers"] if one["pid"] is None]
         words = f"{', '.join(silent)} do not answer" if silent else "all answer"
         killed = found["servers_killed"]
-        return f"servers: {len(found['servers'])} actors of Ray, {words}; {killed} hung and were replaced"
-    workers = found.get("workers", [])
-    return f"server: process {found['pid']}, {len(workers)} workers; {found.get('workers_replaced', 0)} were replaced"
+        return f"servers: {counted(len(found['servers']), 'actors')} of Ray, {words}; {killed} hung and were replaced"
+    workers = counted(len(found.get("workers", [])), "workers")
+    return f"server: process {found['pid']}, {workers}; {found.get('workers_replaced', 0)} were replaced"
 
 
 def _percent(part: int, whole: int) -> str:

@@ -28,6 +28,7 @@ from fastensor.errors import UnknownKeyError
 from fastensor.files import posix
 from fastensor.files.arguments import as_nbytes, check_function, check_word, checks_keywords
 from fastensor.files.shown import shown
+from fastensor.files.words import counted
 
 T = TypeVar("T", covariant=True)
 
@@ -274,7 +275,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
         return positions
 
     def _no_sample(self, position: int) -> IndexError:
-        return IndexError(f"{self.index.path}: it has {len(self)} samples, found position {position}")
+        return IndexError(f"{self.index.path}: it has {counted(len(self), 'samples')}, found position {position}")
 
     def _in_index(self, positions: Positions) -> Positions:
         """The positions in the index of samples. May be the array itself."""

@@ -21,6 +21,7 @@ from fastensor.errors import CorruptDatasetError, DatasetChangedError, UnknownKe
 from fastensor.files import posix
 from fastensor.files.arguments import checks_keywords
 from fastensor.files.shown import shown
+from fastensor.files.words import counted
 
 
 @checks_keywords
@@ -139,7 +140,7 @@ class LmdbIndex:
 
     @shown
     def __repr__(self) -> str:
-        return f" of {len(self)} records in {self.path}{'' if self._closing.alive else ', closed'}"
+        return f" of {counted(len(self), 'records')} in {self.path}{'' if self._closing.alive else ', closed'}"
 
     def fileno(self) -> int:
         """The descriptor of the data file. It belongs to the index.

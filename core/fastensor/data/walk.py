@@ -36,6 +36,7 @@ from fastensor.data.pages import (
 from fastensor.data.snapshot import naming
 from fastensor.errors import CorruptDatasetError
 from fastensor.files import posix
+from fastensor.files.words import counted
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the pages that were read so far and those in all."""
@@ -109,12 +110,14 @@ class TreeReader:
                 count += len(found.offsets)
                 done += len(chunk.starts)
                 if count > tree.entries:
-                    raise self._damaged(f"the database is said to have {tree.entries} records, and has more")
+                    raise self._damaged(
+                        f"the database is said to have {counted(tree.entries, 'records')}, and has more"
+                    )
                 yield found
                 if self._progress is not None:
                     self._progress(done, len(pages))
         if count < tree.entries:
-            raise self._damaged(f"the database is said to have {tree.entries} records, and has {count}")
+            raise self._damaged(f"the database is said to have {counted(tree.entries, 'records')}, and has {count}")
 
     def named(self, main: Tree) -> Iterator[tuple[bytes, Tree]]:
         """The named databases of an environment, in the order of the main database that lists them.
@@ -184,14 +187,14 @@ class TreeReader:
         counts = np.bincount(values.owner, minlength=len(trees)).astype(np.uint64)
         if (counts != claimed).any():
             first = int(np.argmax(counts != claimed))
-            raise self._damaged(f"a key is said to have {claimed[first]} values, and has {counts[first]}")
+            raise self._damaged(f"a key is said to have {counted(claimed[first], 'values')}, and has {counts[first]}")
         return values
 
     def _has_pages(self, tree: Tree) -> bool:
         if tree.root == NO_PAGE:
             return False
         if not 1 <= tree.depth <= MOST_LEVELS:
-            raise self._damaged(f"a tree is said to have {tree.depth} levels, expected 1 to {MOST_LEVELS}")
+            raise self._damaged(f"a tree is said to have {counted(tree.depth, 'levels')}, expected 1 to {MOST_LEVELS}")
         return True
 
     def _leaf_pages(self, roots: npt.NDArray[np.uint64], depth: int) -> tuple[Ints, Ints]:
@@ -214,7 +217,7 @@ class TreeReader:
         holds = (numbers >= META_PAGES) & (numbers < self._geometry.page_count)
         if not holds.all():
             wrong = int(numbers[np.argmin(holds)])
-            pages = f"the file has {self._geometry.page_count} pages, the first two of which are meta pages"
+            pages = f"the file has {counted(self._geometry.page_count, 'pages')}, the first two of which are meta pages"
             raise self._damaged(f"a tree refers to page {wrong}; {pages}; it is damaged or was cut off")
         if len(np.unique(numbers)) < len(numbers) or self._read + len(numbers) > self._geometry.page_count:
             raise self._damaged("several parts of its trees are said to be on the same page")

@@ -6,8 +6,9 @@ A :class:`FastensorError` passes as it is.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from fastensor.errors import (
     CheckpointReadError,
@@ -17,6 +18,18 @@ from fastensor.errors import (
     caught_as,
 )
 from fastensor.files import posix
+from fastensor.files.words import human_size
+
+_KEPT = "what was there before is kept"
+_NOTHING = "nothing was there before, and nothing is left"
+PERHAPS_KEPT = "what was there before, if anything, is kept"
+
+
+def kept_at(path: str) -> str:
+    """What is at the path of a file, a directory or an object of a store after a failure that has not changed it."""
+    if "://" in path:  # a store is not asked once more after a failure
+        return PERHAPS_KEPT
+    return _KEPT if os.path.lexists(path) else _NOTHING
 
 
 @contextmanager
@@ -39,8 +52,17 @@ def write_errors(path: str, what: str, outcome: Callable[[], str] | str = "") ->
 def write_error(error: OSError, path: str, what: str, outcome: str = "") -> CheckpointWriteError:
     """The error for a file that cannot be written. It keeps ``errno``, and its ``filename`` is the path. Like that of
     :func:`read_error`, it is of the type of ``error``, too (``PermissionError``, say)."""
-    message = f"{what} ({error.strerror or error})" + (f"; {outcome}" if outcome else "")
+    message = f"{what} ({error.strerror or error}{_room(error, path)})" + (f"; {outcome}" if outcome else "")
     return caught_as(CheckpointWriteError(error.errno or errno.EIO, message, path), type(error))
+
+
+def _room(error: OSError, path: str) -> str:
+    """If the disk is full, how much is free there."""
+    if error.errno == errno.ENOSPC:
+        with suppress(OSError):  # such as that there is no such folder any more
+            found = os.statvfs(os.path.dirname(path) or ".")
+            return f"; {human_size(found.f_bavail * found.f_frsize)} are free"
+    return ""
 
 
 @contextmanager

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 _ALL_WORTH_A_LINE = 10
+MIB = 1 << 20
+"""Speeds whose unit stands in the head of a column are in MiB/s. Elsewhere a size in words comes before "/s"."""
 
 
 def human_size(nbytes: float) -> str:
@@ -64,13 +66,18 @@ def human_count(count: int) -> str:
     return f"{_three_digits(number)}{word}"
 
 
-def counted(count: int, things: str) -> str:
+def counted(count: int, things: str, in_words: Callable[[int], str] = str) -> str:
     """A number of things, in the singular if it is one. The plural ends in ``s``.
+
+    Args:
+        count: the number.
+        things: what they are, in the plural.
+        in_words: how the number is written.
 
     >>> counted(0, "other values"), counted(1, "other values"), counted(2, "tensors")
     ('0 other values', '1 other value', '2 tensors')
     """
-    return f"{count} {things[:-1] if count == 1 else things}"
+    return f"{in_words(count)} {things[:-1] if count == 1 else things}"
 
 
 def human_seconds(seconds: float) -> str:

@@ -32,6 +32,7 @@ ALIGNMENT = 4096
 _GROWTH_NBYTES = 64 << 20
 """Bytes by which a file grows."""
 _SHARE_OF_FREE_SPACE = 0.9
+_WHERE = "(directories of OffloadConfig, --fastensor_offload_directories of fastensor-accelerate)"
 _logger = logging.getLogger("fastensor")
 _of_parents: list[ExitStack] = []
 """In forked children: files of the parent, which must not be closed, not even by the garbage collector."""
@@ -194,8 +195,8 @@ def _open_nameless(folder: str) -> int:
     except OSError as error:
         what = "create it, or name" if isinstance(error, FileNotFoundError) else "name"
         raise OffloadError(
-            f"no file for activations can be made in {folder} ({error.strerror}); {what} another folder on an SSD in "
-            f"OffloadConfig(directories=...)"
+            f"no file for activations can be made in {folder} ({error.strerror}); {what} another folder on an SSD "
+            f"{_WHERE}"
         ) from error
 
 
@@ -203,7 +204,7 @@ def _warn_of_disks(folders: Sequence[str]) -> None:
     for folder in folders:
         kind = identity(folder).get("filesystem", "")
         if warning := wrong_disk(folder, storage_kind(kind), kind):
-            _logger.warning("%s; name a folder on an SSD in OffloadConfig(directories=...)", warning)
+            _logger.warning("%s; name a folder on an SSD %s", warning, _WHERE)
 
 
 def wrong_disk(folder: str, storage: StorageKind, kind: str) -> str:

@@ -17,6 +17,7 @@ from fastensor.data.skipping import Skipped
 from fastensor.errors import BatchError, ProvisionError
 from fastensor.files.arguments import check_seconds, checks_keywords
 from fastensor.files.shown import record_repr
+from fastensor.files.words import counted
 from fastensor.provision.encoding import decode
 from fastensor.provision.engine import Engine, EngineLost, Feed, Pushed, Registration, Start
 from fastensor.provision.metrics import Served, table
@@ -52,7 +53,9 @@ class LoaderStatistics:
         """A table for people: :func:`fastensor.provision.metrics.table`."""
         lines = [table({"epoch": self.epoch, "in all": self.given})]
         if self.repeated or self.recoveries:
-            lines.append(f"The service was lost {self.recoveries} times. {self.repeated} batches came again.")
+            lines.append(
+                f"The service was lost {counted(self.recoveries, 'times')}. {self.repeated} batches came again."
+            )
         if self.given.skipped:
             lines.append(f"Samples left out: {self.given.skipped}, of them {self.epoch.skipped} in the epoch.")
         return "\n".join(lines)
@@ -282,5 +285,7 @@ class ProvisionedLoader(EpochLoader):
                 self._recoveries += 1
                 self._statistics = replace(self._statistics, recoveries=self._statistics.recoveries + 1)
                 if self._recoveries > _MOST_RECOVERIES:
-                    raise ProvisionError(f"the data service was lost {self._recoveries} times: {error}") from error
+                    raise ProvisionError(
+                        f"the data service was lost {counted(self._recoveries, 'times')}: {error}"
+                    ) from error
                 self._engine.recover()

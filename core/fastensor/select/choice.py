@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from fastensor.files.arguments import did_you_mean
 from fastensor.files.shown import record_repr
-from fastensor.files.words import human_seconds, human_size
+from fastensor.files.words import counted, human_seconds, human_size
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Timing
 from fastensor.select.sizes import size_of
@@ -95,7 +95,7 @@ class Explanation:
         lines = [f"{self.context}, up to {human_size(self.nbytes)}: {self.choice.backend} ({self.choice.reason})"]
         for name, timing in sorted(self.timings.items(), key=lambda item: item[1].seconds):
             seconds, spread = human_seconds(timing.seconds), human_seconds(timing.spread / 2)
-            lines.append(f"  {name}: {seconds} (± {spread}), measured {timing.count} times")
+            lines.append(f"  {name}: {seconds} (± {spread}), measured {counted(timing.count, 'times')}")
         lines += [f"  {name}: not possible ({reason})" for name, reason in self.failed.items()]
         cost, total = human_seconds(self.extra_seconds), human_seconds(self.seconds)
         lines.append(f"  exploring has cost {cost} of {total} in all transfers")

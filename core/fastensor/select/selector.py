@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from fastensor.files.arguments import as_nbytes, check_flags, checks_keywords
 from fastensor.files.shown import shown
-from fastensor.files.words import human_seconds, human_size
+from fastensor.files.words import counted, human_seconds, human_size
 from fastensor.select.choice import Choice, Explanation, Mode, SelectorStatistics, check_mode, up_to
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Change, Dictionary, Key
@@ -147,7 +147,7 @@ class Selector:
         how = "explores" if self.explore else "does not explore"
         with self._lock:
             known, moved = len(self._dictionary), self._counts.total()
-        return f": {how}, mode {self.mode!r}, {known} sizes known, {moved} transfers"
+        return f": {how}, mode {self.mode!r}, {counted(known, 'sizes')} known, {counted(moved, 'transfers')}"
 
     def _renew_lock(self) -> None:
         self._lock = threading.RLock()

@@ -20,6 +20,7 @@ from fastensor.checkpoint.ordering import PendingWork
 from fastensor.checkpoint.report import SaveReport
 from fastensor.checkpoint.save_transaction import SaveTransaction
 from fastensor.errors import CheckpointWriteError, SaveDroppedError
+from fastensor.files.os_errors import kept_at
 from fastensor.stitch.source import Plan
 
 Drop: TypeAlias = Literal["cancelled", "replaced", "skipped"]
@@ -106,7 +107,7 @@ class Save(PendingWork):
         with self._lock:
             if self._committed or self.done:
                 return self._dropped is not None
-            self._dropped = self._dropped or (why, f"{self.path}: {message}; what was there before is kept")
+            self._dropped = self._dropped or (why, f"{self.path}: {message}; {kept_at(self.path)}")
         error = SaveDroppedError(self._dropped[1])
         if is_nested():
             return True  # the caller may have interrupted the save itself, which notices later
@@ -210,7 +211,7 @@ def _for_other_threads(error: BaseException, transaction: SaveTransaction) -> Ba
         return error
     stopped = CheckpointWriteError(
         errno.EINTR,
-        f"the save was stopped in stage {transaction.stage!r} ({error!r}); what was there before is kept",
+        f"the save was stopped in stage {transaction.stage!r} ({error!r}); {kept_at(transaction.where)}",
         transaction.where,
     )
     stopped.__cause__ = error

@@ -36,8 +36,9 @@ from fastensor.checkpoint.save_transaction import SaveTransaction
 from fastensor.errors import SaveDroppedError
 from fastensor.files.afterwards import Worker
 from fastensor.files.arguments import checks_keywords, checks_keywords_with
+from fastensor.files.os_errors import PERHAPS_KEPT
 from fastensor.files.shown import given, shown
-from fastensor.files.words import counted
+from fastensor.files.words import counted, human_size
 from fastensor.stitch.source import Plan
 
 _logger = logging.getLogger("fastensor")
@@ -267,7 +268,7 @@ class AsyncWriter:
             if not drained:
                 lost = self._describe_pending()
                 self._abandon(f"it was not done {timeout:g} s after the writer was closed")
-                late = TimeoutError(f"given up after {timeout:g} s: {lost}; what was there before is kept")
+                late = TimeoutError(f"given up after {timeout:g} s: {lost}; {PERHAPS_KEPT}")
                 for failure in self._take_failures():
                     late.add_note(f"and before: {failure!r}")
                 raise late
@@ -490,7 +491,8 @@ class AsyncWriter:
     def _describe_pending(self) -> str:
         saves = self._pending_saves()
         names = ", ".join(save.path for save in saves)
-        return f"{len(saves)} checkpoints of which {self._left_nbytes() / 1e6:.0f} MB are to be written ({names})"
+        left = human_size(self._left_nbytes())
+        return f"{counted(len(saves), 'checkpoints')} of which {left} are to be written ({names})"
 
 
 def _run_next(worker: Worker) -> None:

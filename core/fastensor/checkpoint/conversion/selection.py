@@ -55,7 +55,8 @@ def select(catalog: Catalog, root: str | None, *, drop: bool, where: str) -> Sel
             )
     if dropped and not found:
         advice = roots_in_words(branches_of(tree, where))
-        raise UnsupportedContentError(f"{where}: nothing would be left to convert; {advice}")
+        what = "its outermost dict" if root is None else f"{root!r} in it"
+        raise UnsupportedContentError(f"{where}: {what} holds no dense tensors; {advice}")
     aside = () if root is None else beside((node.name for node in nodes(tree, where)), root)
     return Selection(found, (*aside, *dropped))
 

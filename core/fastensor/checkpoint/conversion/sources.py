@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastensor.checkpoint.catalog import Catalog, Located, ties_in
+from fastensor.checkpoint.catalog import Catalog, ties_in
 from fastensor.checkpoint.conversion.copying import InFile
 from fastensor.checkpoint.conversion.renames import renamed
 from fastensor.checkpoint.conversion.selection import Selection, select
@@ -37,6 +37,8 @@ class Source:
     """Files without checksums, and why."""
     left_out: tuple[str, ...]
     """Names of what is not converted."""
+    ties: Mapping[str, Sequence[Sequence[str]]]
+    """Names of tensors that share memory, by the files that have such."""
     only: tuple[Catalog, Selection] | None
     """The catalog of a source that is one file, and what is taken of it; None for several files."""
 
@@ -52,7 +54,7 @@ def open_source(location: Location, settings: ConvertSettings, stack: ExitStack)
     Raises:
         FileNotFoundError: there is no such file.
         CorruptCheckpointError: a file is damaged, or is not of the index.
-        UnsupportedContentError: tensors cannot be chosen, or share memory.
+        UnsupportedContentError: tensors cannot be chosen.
     """
     found = weights_at(location)
     if found is not None and is_index(found):
@@ -70,6 +72,7 @@ def _open_file(location: Location, settings: ConvertSettings, stack: ExitStack) 
         metadata=catalog.metadata,
         unchecked={} if catalog.checked else {file.where: catalog.unchecked},
         left_out=selection.left_out,
+        ties=_ties({file.where: selection}),
         only=(catalog, selection),
     )
 
@@ -78,10 +81,7 @@ def _open_one(
     location: Location, settings: ConvertSettings, root: str | None, stack: ExitStack
 ) -> tuple[OpenedFile, Catalog, Selection]:
     file, catalog = read_catalog_of_any(stack.enter_context(opened(location)), stack, verify=settings.verify)
-    selection = select(catalog, root, drop=settings.drop, where=file.where)
-    if not settings.copy_ties:
-        _check_ties(selection.tensors, file.where)
-    return file, catalog, selection
+    return file, catalog, select(catalog, root, drop=settings.drop, where=file.where)
 
 
 def _open_sharded(index: Path, settings: ConvertSettings, stack: ExitStack) -> Source:
@@ -93,6 +93,7 @@ def _open_sharded(index: Path, settings: ConvertSettings, stack: ExitStack) -> S
     metadata: list[Mapping[str, str]] = []
     unchecked: dict[str, str] = {}
     left_out: list[str] = []
+    selections: dict[str, Selection] = {}
     files = files_of(index)
     for path, expected in files.items():
         file, catalog, selection = _open_one(path, settings, None, stack)
@@ -101,6 +102,7 @@ def _open_sharded(index: Path, settings: ConvertSettings, stack: ExitStack) -> S
         metadata.append(catalog.metadata)
         unchecked |= {} if catalog.checked else {file.where: catalog.unchecked}
         left_out += selection.left_out
+        selections[file.where] = selection
     names = renamed(tensors, settings.rename, str(index))
     return Source(
         where=str(index),
@@ -109,6 +111,7 @@ def _open_sharded(index: Path, settings: ConvertSettings, stack: ExitStack) -> S
         metadata=_shared(metadata),
         unchecked=unchecked,
         left_out=tuple(left_out),
+        ties=_ties(selections),
         only=None,
     )
 
@@ -123,9 +126,14 @@ def _shared(metadata: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return {name: text for name, text in first.items() if all(one.get(name) == text for one in metadata)}
 
 
-def _check_ties(tensors: Mapping[str, Located], where: str) -> None:
-    if ties := ties_in(tensors):
-        raise UnsupportedContentError(
-            f"{where}: tensors share memory, which would be lost: {[group[:_SHOWN] for group in ties[:_SHOWN]]}; pass "
-            f"copy_ties=True to write each of them by itself"
-        )
+def _ties(selections: Mapping[str, Selection]) -> dict[str, Sequence[Sequence[str]]]:
+    return {where: ties for where, one in selections.items() if (ties := ties_in(one.tensors))}
+
+
+def what_shares_memory(ties: Mapping[str, Sequence[Sequence[str]]]) -> str:
+    """What a conversion refuses without ``copy_ties``: tensors that share memory, of the first file with such."""
+    where, groups = next(iter(ties.items()))
+    return (
+        f"{where}: tensors share memory, which would be lost: {[[*group[:_SHOWN]] for group in groups[:_SHOWN]]}; pass "
+        f"copy_ties=True to write each of them by itself"
+    )

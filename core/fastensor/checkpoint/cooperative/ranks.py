@@ -133,7 +133,7 @@ class Ranks:
 
     def send(self, value: Any) -> None:
         """Send a value to rank 0, which has to call :meth:`gather`."""
-        self._doubt = "; perhaps the file is in place, perhaps what was there before is kept"
+        self._doubt = "; perhaps the file is in place, perhaps not"
         self._put(f"from-{self.rank}-{next(self._gathered)}", value)
 
     def receive(self) -> Any:

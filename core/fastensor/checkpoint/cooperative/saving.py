@@ -34,7 +34,6 @@ from fastensor.checkpoint.cooperative.replicas import (
 )
 from fastensor.checkpoint.freeing import Freeing
 from fastensor.checkpoint.nested import is_nested
-from fastensor.checkpoint.publish import KEPT
 from fastensor.checkpoint.report import SaveReport
 from fastensor.checkpoint.save import SaveOptions, SaveSettings
 from fastensor.checkpoint.save_transaction import reserve
@@ -227,7 +226,7 @@ class _Leader:
     def _write(self, source: Source, new: NewFile, fallbacks: list[Fallback]) -> tuple[Transfer, Sequence[int]]:
         """Have all ranks write the file. See :data:`~fastensor.checkpoint.save_transaction.Writer`."""
         assert isinstance(source, Plan)
-        reserve(new.fd, source.nbytes)
+        reserve(new, source.nbytes)
         pieces = cut(source.image, self._ranks.size, range(len(source.storages)) - self._positions.keys())
         parts = [
             _part(segments, self._positions if rank else range(len(source.storages)))
@@ -337,7 +336,7 @@ def _do(work: _Work, held: Plan, settings: SaveSettings) -> Sequence[int]:
         return ()
     directory = os.path.dirname(work.file.path)
     part = Plan(Image(work.segments), tuple(held.storages[number] for number in work.storages))
-    with write_errors(directory, "this rank could not write its part of the file", KEPT), opened(work.file) as fd:
+    with write_errors(directory, "this rank could not write its part of the file"), opened(work.file) as fd:
         _, crc32s = write_extent(part, work.extent, fd, directory, settings.backend, [])
         if settings.durable:
             posix.sync_file(fd)

@@ -13,11 +13,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 from fastensor.checkpoint.freeing import freeing_afterwards
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.opened import OpenedFile, open_remote, opened
-from fastensor.checkpoint.publish import KEPT
 from fastensor.checkpoint.remote import refusals_as_os_errors, replacing
 from fastensor.files import posix
 from fastensor.files.atomic import LEFTOVER_SECONDS, NewFile
-from fastensor.files.os_errors import read_errors, write_errors
+from fastensor.files.os_errors import kept_at, read_errors, write_errors
 
 _NOT_REMOVED = "a file that is not needed any more cannot be removed"
 _IN_PLACE = "no checkpoint needs it, and those beside it are as they were"
@@ -109,7 +108,7 @@ class LocalDirectory:
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
         path = self.name_of(name)
         opened: list[NewFile] = []
-        with write_errors(path, "the save failed", lambda: _left(opened)), NewFile(path) as new:
+        with write_errors(path, "the save failed", lambda: _left(path, opened)), NewFile(path) as new:
             opened.append(new)
             posix.write_fully(new.fd, memoryview(data), 0)
             if durable:
@@ -153,11 +152,11 @@ class LocalDirectory:
         return False
 
 
-def _left(opened: list[NewFile]) -> str:
+def _left(path: str, opened: list[NewFile]) -> str:
     """What the directory holds after a failure."""
     if any(new.published for new in opened):
         return "the new checkpoint is in place, but a power failure may bring back the old one"
-    return KEPT
+    return kept_at(path)
 
 
 class RemoteDirectory:
@@ -194,7 +193,8 @@ class RemoteDirectory:
         return replacing(self.at(name))
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-        with write_errors(self.name_of(name), "the save failed", KEPT), self.write(name) as file:
+        path = self.name_of(name)
+        with write_errors(path, "the save failed", kept_at(path)), self.write(name) as file:
             file.write(data)
 
     def read(self, name: str) -> bytes:

@@ -52,13 +52,12 @@ from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, di
 from fastensor.checkpoint.directories import METADATA_NAME, SHARD_NAMES, is_metadata_name
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import locate
-from fastensor.checkpoint.publish import KEPT
 from fastensor.checkpoint.save_transaction import write_by_backend
 from fastensor.errors import CheckpointWriteError, FastensorError, UnsupportedContentError
 from fastensor.files import posix
 from fastensor.files.arguments import check_flags, check_whole, checks_keywords
 from fastensor.files.atomic import NewFile
-from fastensor.files.os_errors import write_errors
+from fastensor.files.os_errors import kept_at, write_errors
 from fastensor.files.shown import shown
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch import safetensors, shards
@@ -275,7 +274,7 @@ class FastensorStorageWriter(FileSystemWriter):
             else:
                 written = list(map(write, files))
             if self.sync_files and isinstance(self._directory, LocalDirectory):
-                with write_errors(self._directory.path, "the save failed", KEPT):
+                with write_errors(self._directory.path, "the save failed", self._kept):
                     self._directory.sync()
             self._check_nothing_has_begun()
         except BaseException as error:
@@ -344,13 +343,17 @@ class FastensorStorageWriter(FileSystemWriter):
             results.append(_result(item, name, found.offset, found.nbytes, crc32))
         return results
 
+    def _kept(self) -> str:
+        """What is left of the checkpoint that the save was to replace, before its metadata are replaced."""
+        return kept_at(self._directory.name_of(self._metadata_name))
+
     def _write_plan(self, name: str, plan: Plan) -> Sequence[int] | None:
         """Write a planned file. Returns the CRC32s of its storages; None if they are not known."""
         where = self._directory.name_of(name)
         if isinstance(self._directory, RemoteDirectory):
-            with write_errors(where, "the save failed", KEPT), self._directory.write(name) as file:
+            with write_errors(where, "the save failed", self._kept), self._directory.write(name) as file:
                 return stream.write_stream(plan, partial(_write_all, file))
-        with write_errors(where, "the save failed", KEPT), NewFile(where) as new:
+        with write_errors(where, "the save failed", self._kept), NewFile(where) as new:
             fallbacks: list[Fallback] = []
             transfer, checksums = write_by_backend(
                 plan, new, backend=self.backend, durable=self.sync_files, fallbacks=fallbacks
@@ -388,9 +391,9 @@ class FastensorStorageWriter(FileSystemWriter):
         """Write a file whose items pass through extensions, by torch's own function, one item at a time."""
         where = self._directory.name_of(name)
         if isinstance(self._directory, RemoteDirectory):
-            with write_errors(where, "the save failed", KEPT), self._directory.write(name) as file:
+            with write_errors(where, "the save failed", self._kept), self._directory.write(name) as file:
                 return self._transform_all(planner, name, items, partial(_write_all, file))
-        with write_errors(where, "the save failed", KEPT), NewFile(where) as new:
+        with write_errors(where, "the save failed", self._kept), NewFile(where) as new:
             end = 0
 
             def append(data: memoryview) -> None:

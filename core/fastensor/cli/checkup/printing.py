@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 from fastensor.cli.checkup.measurement import Chosen, Rounds, Speed, measure_rounds
 from fastensor.cli.output import GrowingTable, print_table, progress_bar
-from fastensor.files.words import human_size
+from fastensor.files.words import MIB, human_size
 
 _SIZE_WIDTH = len("1023 MiB")
 
 
 def speed_table(names: Sequence[str]) -> GrowingTable:
     """A table for the speeds of backends with these names."""
-    head = ["MB/s", "size", "durable write", "cold read", "warm read", ""]
+    head = ["MiB/s", "size", "durable write", "cold read", "warm read", ""]
     return GrowingTable(head, [max(map(len, names), default=0), _SIZE_WIDTH, 0, 0, 0, 0], right=(1, 2, 3, 4))
 
 
@@ -28,12 +28,13 @@ def speed_row(speed: Speed) -> list[str]:
 
 def _rate(bytes_per_second: float | None) -> str:
     """
-    >>> _rate(123_456_789.0), _rate(1_234_567.0), _rate(None)
+    >>> _rate(123 * 2**20), _rate(1.23 * 2**20), _rate(None)
     ('123', '1.2', '–')
     """
     if bytes_per_second is None:
         return "–"
-    return f"{bytes_per_second / 1e6:.{0 if bytes_per_second >= 1e7 else 1}f}"
+    rate = bytes_per_second / MIB
+    return f"{rate:.{0 if rate >= 10 else 1}f}"
 
 
 def print_choices(choices: Sequence[Chosen]) -> None:
