@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import multiprocessing
 import os
@@ -75,6 +76,26 @@ def test_an_epoch_is_resumed_twice(dataset: LmdbDataset[torch.Tensor], workers: 
     assert next(batches, None) is None
     assert sorted(taken) == list(range(COUNT))
     assert taken == numbers(EpochOf(dataset, 1))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("count", [1, 11])
+def test_workers_of_a_loader_that_is_dropped_end_at_once(
+    dataset: LmdbDataset[torch.Tensor], persistent: bool, count: int
+) -> None:
+    """The garbage collector is not needed: it would have torch wait for workers that are not told to end."""
+    loader = LmdbLoader(dataset, 10, num_workers=2, persistent_workers=persistent)
+    gc.collect()
+    gc.disable()
+    try:
+        batches = iter(loader)
+        next_of(batches, count)
+        workers = multiprocessing.active_children()
+        assert len(workers) == 2
+        del loader, batches
+        assert multiprocessing.active_children() == []
+    finally:
+        gc.enable()
 
 
 class EpochOf:

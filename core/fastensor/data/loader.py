@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from fastensor.data.dataset import LmdbDataset
 from fastensor.data.epochs import EpochLoader, keep_inherited
-from fastensor.data.plan import EpochPlan, Shuffle
+from fastensor.data.plan import EpochPlan, Positions, Shuffle
 from fastensor.data.samplers import ReadAheadSampler
 from fastensor.data.skipping import OnError
 from fastensor.data.skipping_dataset import SkippingCollate, SkippingDataset, WithSkipped
@@ -28,6 +28,16 @@ _MOST_AHEAD = 1024
 """How many batches a worker knows ahead."""
 _BY_WORKER = "in DataLoader worker process"
 """What torch adds to an error that a worker has raised, and that has not ended it."""
+
+
+class _Rest:
+    """The batches that an iteration has left. It knows no loader: in a cycle with the loader, persistent workers would
+    wait for the garbage collector, and there torch cannot tell them to end, and waits 5 s for each."""
+
+    batches: Iterator[Positions] = iter(())
+
+    def __iter__(self) -> Iterator[Positions]:
+        return self.batches
 
 
 @checks_keywords
@@ -113,8 +123,9 @@ class LmdbLoader(EpochLoader):
         )
         super().__init__(plan, ranks=ranks, on_error=on_error)
         batch_nbytes = max(batch_size * dataset.mean_nbytes, 1)
+        self._rest = _Rest()
         sampler = ReadAheadSampler(
-            self.batch_sampler,
+            self._rest,
             num_workers=num_workers,
             batches_ahead=min(max(int(dataset.read_ahead_nbytes / batch_nbytes), _FEWEST_AHEAD), _MOST_AHEAD),
         )
@@ -141,6 +152,7 @@ class LmdbLoader(EpochLoader):
         if self._process != os.getpid():
             keep_inherited(self._loader)
             self._loader, self._process = self._made_loader(), os.getpid()
+        self._rest.batches = plan.batches(self._progress.epoch, self._progress.consumed)
         batches = iter(self._loader)
         return map(self._without_skipped, batches) if self._on_error == "skip" else batches
 
