@@ -24,6 +24,7 @@ from fastensor.checkpoint.reader import PartReader, extents_of, is_joined, new_a
 from fastensor.checkpoint.request import Loaded, LoadRequest
 from fastensor.checkpoint.ties import covered_by
 from fastensor.errors import FastensorError, StateMismatchError, UnsupportedContentError
+from fastensor.files.words import some_of
 from fastensor.stitch.parts import Part
 from fastensor.stitch.safetensors import has_own_memory
 from fastensor.stitch.source import values_kept
@@ -186,8 +187,7 @@ def why_not(shape: Sequence[int], dtype: torch.dtype, target: torch.Tensor) -> s
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(map(repr, names[:_SHOWN]))}{more}" if names else "no tensors"
+    return some_of(names, _SHOWN, repr) or "no tensors"
 
 
 def _check_values(values: Mapping[str, Any], targets: Mapping[str, torch.Tensor], where: str) -> None:

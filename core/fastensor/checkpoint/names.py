@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from fastensor.errors import UnknownKeyError, UnsupportedContentError
+from fastensor.files.words import some_of
 
 MOST_NAMES = 1_000_000
 """A crafted file of a kilobyte can hold a list of lists with 2^100 values."""
@@ -100,10 +101,9 @@ def resolve(keys: Iterable[str], names: Collection[str], where: str) -> set[str]
     meant = {key: {key} if key in known else {name for name in known if fnmatchcase(name, key)} for key in wanted}
     missing = [key for key, found in meant.items() if not found]
     if missing:
-        shown = ", ".join(map(_shortened, list(names)[:_SHOWN])) or "no names at all"
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        shown = some_of(list(names), _SHOWN, _shortened) or "no names at all"
         raise UnknownKeyError(
-            f"{where}: nothing in it is called or matches {', '.join(map(repr, missing))}; there are {shown}{more}"
+            f"{where}: nothing in it is called or matches {', '.join(map(repr, missing))}; there are {shown}"
         )
     return set().union(*meant.values())
 

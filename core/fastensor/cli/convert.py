@@ -20,7 +20,7 @@ from fastensor.checkpoint.report import SaveReport
 from fastensor.cli.errors import wrong_arguments
 from fastensor.cli.output import OK, print_json, printable, progress_bar
 from fastensor.errors import FastensorError
-from fastensor.files.words import human_seconds, human_size
+from fastensor.files.words import human_seconds, human_size, some_of
 
 _SHOWN = 10
 """The most names of what is left out that are shown."""
@@ -101,8 +101,7 @@ def _check_losses(
 
 
 def _in_words(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(map(printable, names[:_SHOWN])) + (f" and {more} more" if more > 0 else "")
+    return some_of(names, _SHOWN, printable)
 
 
 def _print(target: str, settings: ConvertSettings, report: SaveReport, lost: Sequence[str]) -> None:

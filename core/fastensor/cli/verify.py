@@ -12,7 +12,7 @@ from fastensor.checkpoint.verify import DamagedCheckpointError, VerifyReport, me
 from fastensor.cli.errors import in_flags
 from fastensor.cli.output import FAILED, FOREIGN_CODE, OK, UNCHECKED, print_json, print_table, printable, progress_bar
 from fastensor.errors import FastensorError
-from fastensor.files.words import human_size
+from fastensor.files.words import human_size, some_of
 
 _STYLES = {
     "intact": "green",
@@ -106,10 +106,9 @@ def _print_details(one: dict[str, Any]) -> None:
             )
         )
     if code := one.get("code"):
-        more = f" and {len(code) - _SHOWN} more" if len(code) > _SHOWN else ""
         print(
             printable(
-                f"{one['path']}: names code that weights_only=True refuses: {', '.join(code[:_SHOWN])}{more}; load it "
+                f"{one['path']}: names code that weights_only=True refuses: {some_of(code, _SHOWN)}; load it "
                 f"with weights_only=False only if you trust who made it"
             )
         )

@@ -91,13 +91,13 @@ def human_seconds(seconds: float) -> str:
     return f"{_three_digits(seconds * 1e3)} ms" if seconds >= 1e-3 else f"{_three_digits(seconds * 1e6)} µs"
 
 
-def some_of(names: Sequence[str], most: int) -> str:
-    """The first names of many.
+def some_of(names: Sequence[str], most: int, show: Callable[[str], str] = str) -> str:
+    """The first names of many, each as ``show`` gives it.
 
-    >>> some_of(["a", "b"], 2), some_of(["a", "b", "c"], 2)
-    ('a, b', 'a, b and 1 more')
+    >>> some_of(["a", "b"], 2), some_of(["a", "b", "c"], 2, repr)
+    ('a, b', "'a', 'b' and 1 more")
     """
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(map(show, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def human_rate(nbytes: float, seconds: float) -> str:

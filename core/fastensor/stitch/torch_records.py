@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError
+from fastensor.files.words import some_of
 from fastensor.stitch.parts import Part, check_crc32
 from fastensor.stitch.zip_directory import LOCAL_HEADER, LOCAL_SIGNATURE, ReadAt, ZipDirectory, parse_directory
 
@@ -111,9 +112,8 @@ def _archive_in_words(names: Sequence[str]) -> str:
         return ""
     if all(name.endswith(".npy") for name in names):
         return "an archive of NumPy (.npz); numpy.load reads it"
-    shown = ", ".join(map(repr, names[:_SHOWN]))
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"a zip archive of {shown}{more}, none of which is {_PICKLE}; unpack it first, if a checkpoint is in it"
+    shown = some_of(names, _SHOWN, repr)
+    return f"a zip archive of {shown}, none of which is {_PICKLE}; unpack it first, if a checkpoint is in it"
 
 
 def _by_key(storages: Sequence[Part], prefix: str) -> dict[str, Part]:
