@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -71,7 +72,7 @@ def folder_at(location: Location) -> Path | None:
     path = Path(found)
     if is_index(path):
         return path.parent
-    return path if path.is_dir() else None
+    return path if os.path.isdir(found) else None
 
 
 def entries_at(location: Location) -> list[Entry]:
@@ -90,6 +91,8 @@ def entries_at(location: Location) -> list[Entry]:
     path = Path(str(locate(location)))
     if is_index(path):
         return [Entry(path, "index")]
+    if os.path.samefile(folder, os.sep):  # all files of a machine are no checkpoint
+        return [Entry(location, "checkpoint")]
     found = [*_entries_in(folder, frozenset(), frozenset())]
     return found if any(entry.kind != "text" for entry in found) else [Entry(location, "checkpoint")]
 
@@ -156,7 +159,7 @@ def _entries_in(folder: Path, above: frozenset[str], claimed: frozenset[Path]) -
             continue
         if name == _NOT_ENTERED or name.endswith(_LEFT_BEHIND):
             yield Entry(path, "other")
-        elif not path.is_dir():
+        elif not os.path.isdir(path):
             yield Entry(path, _kind_of(path))
         elif os.path.realpath(path) not in above | {real}:
             yield from _entries_in(path, above | {real}, claimed)
@@ -169,7 +172,9 @@ def _shards_among(folder: Path, names: Sequence[str]) -> set[str]:
     shards = {name for name in names if name.endswith(_SHARD_SUFFIX)}
     if not metadata:
         return shards
-    data = b"".join((folder / name).read_bytes() for name in metadata)
+    data = b""
+    with contextlib.suppress(OSError):  # whoever opens the checkpoint says what is wrong
+        data = b"".join((folder / name).read_bytes() for name in metadata)
     named = {name for name in shards if os.fsencode(name) in data}
     return {*metadata, *named, *{_BESIDE_SHARDS}.intersection(names)}
 
