@@ -106,6 +106,12 @@ def test_python_runs_in_order_and_then_commands_show_what_they_do(tmp_path: Path
             assert out.split()[:2] == command.output.split()[:2]
 
 
+@pytest.mark.parametrize("number", range(3))
+def test_each_block_of_the_readme_runs_alone(tmp_path: Path, number: int) -> None:
+    (tmp_path / "block.py").write_text(blocks_of("README.md", "python")[number])
+    programs.run("block.py", folder=tmp_path, lightning=number == 1, accelerate=number == 2)
+
+
 def test_enough_python_is_found() -> None:
     assert len(blocks_of("README.md", "python")) == 3
     assert len(DOCUMENTS_WITH_PYTHON) >= 14
