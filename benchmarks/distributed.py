@@ -421,8 +421,6 @@ def judge(samples: list[Sample]) -> list[dict[str, Any]]:
 def judge_world(world: int, samples: list[Sample]) -> list[dict[str, Any]]:
     mine = [one for one in samples if one.world == world]
     later = [one for one in mine if one.number and one.operation == "asynchronous save"]
-    if not later:
-        raise SystemExit("the promises are about the second asynchronous save as well: --saves is at least 2")
 
     def done(operation: str, way: str) -> float:
         return statistics.median(one.done_seconds for one in mine if (one.operation, one.way) == (operation, way))
@@ -540,6 +538,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(".bench"), help="where the files go: the disk to measure")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/distributed"), help="without suffix")
     options = parser.parse_args()
+    if options.saves < 2:
+        parser.error("--saves: 2 or more: the promises are about the second asynchronous save as well")
     libraries = ["fastensor.checkpoint.dcp", "torch.distributed.checkpoint", "torch.distributed.tensor"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(libraries)
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,7 @@ from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.errors import CheckpointWriteError
 from fastensor.files import atomic, posix
 from fastensor.files.atomic import NewFile
+from fastensor.files.os_errors import kept_at
 from fastensor.testing.calls import Call, intercepted
 
 STATE = {"w": torch.arange(10)}
@@ -368,3 +369,10 @@ def test_space_of_replaced_files_is_freed(tmp_path: Path) -> None:
         if os.path.islink(f"/proc/self/fd/{fd}")
     ]
     assert not [name for name in held if str(tmp_path) in name]
+
+
+def test_what_is_kept_is_claimed_only_where_it_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    assert kept_at(str(tmp_path / "x")) == "what was there before is kept"
+    assert kept_at(str(tmp_path / "y")) == "nothing was there before, and nothing is left"
+    assert kept_at("s3://bucket/y") == "what was there before, if anything, is kept", "a store is not asked again"

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from fastensor.backends.memory import MADV_POPULATE_WRITE
+from fastensor.files.words import human_size
 
 BUFFER_NBYTES = 4 << 20
 """Size of every buffer."""
@@ -161,7 +162,7 @@ class BufferPool:
             try:
                 self._idle += map_buffers(missing)[::-1]
             except OSError as error:
-                raise MemoryError(f"cannot map {missing * BUFFER_NBYTES} bytes for staging: {error}") from error
+                raise MemoryError(f"cannot map {human_size(missing * BUFFER_NBYTES)} for staging: {error}") from error
             self._count += missing
             self._changed.notify_all()
 

@@ -11,6 +11,7 @@ from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, BufferPool
 from fastensor.errors import OffloadError
 from fastensor.files.budgets import available_memory
 from fastensor.files.launchers import local_processes
+from fastensor.files.words import human_size
 from fastensor.offload import copying
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.saved import SavedBytes
@@ -119,7 +120,7 @@ class StorageTiers:
         """
         slot = self.slots.allocate(nbytes)
         if slot is None:
-            raise OffloadError(f"ssd_bytes leave no room for {nbytes} bytes more")
+            raise OffloadError(f"ssd_bytes leave no room for {human_size(nbytes)} more")
         self._counters.note_peak("peak_ssd_bytes", self.slots.used_nbytes)
         return slot
 
