@@ -364,7 +364,7 @@ for epoch in range(1 << 30):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.torture), signal.SIGKILL])
 def test_nothing_is_left_behind(path: Path, number: signal.Signals) -> None:
     """Neither the reader nor workers, which keep it running.
 

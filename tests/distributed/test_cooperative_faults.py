@@ -314,7 +314,16 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("when", ["before", "open", "pwrite", "fsync", "after"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        pytest.param("before", marks=pytest.mark.torture),
+        pytest.param("open", marks=pytest.mark.torture),
+        "pwrite",
+        "fsync",
+        pytest.param("after", marks=pytest.mark.torture),
+    ],
+)
 def test_a_rank_that_is_killed(tmp_path: Path, when: str) -> None:
     assert run_mortal_ranks(_be_killed, 3, tmp_path, when) == [0, -signal.SIGKILL, 0]
 
@@ -378,7 +387,15 @@ def _lose_rank_0(rank: int, folder: Path) -> None:
         assert os.listdir(path.parent) == [path.name]
 
 
-@pytest.mark.parametrize(("stopped", "call"), [(1, "open"), (1, "pwrite"), (0, "pwrite"), (0, "fsync")])
+@pytest.mark.parametrize(
+    ("stopped", "call"),
+    [
+        pytest.param(1, "open", marks=pytest.mark.torture),
+        (1, "pwrite"),
+        pytest.param(0, "pwrite", marks=pytest.mark.torture),
+        (0, "fsync"),
+    ],
+)
 def test_a_rank_that_is_stopped(tmp_path: Path, stopped: int, call: str) -> None:
     """It finds out when it goes on, and the next save succeeds."""
     run_ranks(_be_stopped, 2, tmp_path, stopped, call)

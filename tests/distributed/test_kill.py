@@ -34,7 +34,7 @@ def test_many(tmp_path: Path, way: str, world: int, tally: Counter[str]) -> None
     kill_ranks(tmp_path / "x", way, world, 60, tally)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.torture), 4])
 def test_some_that_save_one_file_together(tmp_path: Path, world: int, tally: Counter[str]) -> None:
     kill_cooperating_ranks(tmp_path, world, 6, tally)
 

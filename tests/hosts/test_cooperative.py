@@ -64,7 +64,12 @@ def cutting(phase: str, cut: Callable[[], None], rank: int, lost: int) -> Iterat
 
 
 @pytest.mark.parametrize(
-    ("store_of", "lost"), [(0, 2), (0, 0), (2, 0)], ids=["rank-2", "rank-0-with-the-store", "rank-0-from-the-store"]
+    ("store_of", "lost"),
+    [
+        pytest.param(0, 2, marks=pytest.mark.torture, id="rank-2"),
+        pytest.param(0, 0, marks=pytest.mark.torture, id="rank-0-with-the-store"),
+        pytest.param(2, 0, id="rank-0-from-the-store"),
+    ],
 )
 def test_a_cable_is_cut(machines: Machines, tmp_path: Path, store_of: int, lost: int) -> None:
     machines.run(range(WORLD), _be_cut_off, machines, tmp_path, store_of, lost)

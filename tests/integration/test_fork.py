@@ -32,7 +32,9 @@ def ask() -> Iterator[Ask]:
         process.kill()
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", [pytest.param(one, marks=[pytest.mark.torture] if one == "busy" else []) for one in MOMENTS]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_a_forked_child_goes_on_or_says_at_once_that_it_cannot(
     ask: Ask, name: str, moment: str, tmp_path: Path

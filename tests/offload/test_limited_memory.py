@@ -42,8 +42,11 @@ with ActivationOffload(config) as offload:
 
 @pytest.mark.parametrize(
     ("freed", "least_rows", "status"),
-    [("returned", 2048, 0), ("returned", 1024, 0), ("kept", 2048, -signal.SIGKILL)],
-    ids=["batches-of-one-size", "batches-of-all-sizes", "freed-memory-is-kept"],
+    [
+        pytest.param("returned", 2048, 0, marks=pytest.mark.torture, id="batches-of-one-size"),
+        pytest.param("returned", 1024, 0, id="batches-of-all-sizes"),
+        pytest.param("kept", 2048, -signal.SIGKILL, id="freed-memory-is-kept"),
+    ],
 )
 def test_freed_memory_is_there_for_the_next_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freed: str, least_rows: int, status: int

@@ -71,7 +71,10 @@ RULES: dict[str, tuple[Callable[[int], str], float]] = {
 times, the budget of all sizes pays for what is tried at each, and one spike of the machine may have used it up."""
 
 
-@pytest.mark.parametrize("prior", RULES)
+@pytest.mark.parametrize(
+    "prior",
+    ["the rule", pytest.param("direct", marks=pytest.mark.torture), pytest.param("numpy", marks=pytest.mark.torture)],
+)
 @pytest.mark.parametrize("mix", MIXES)
 def test_what_it_chooses_on_a_busy_machine(mix: str, prior: str) -> None:
     """Wherever it begins, on average, in the second half of the uses nearly as fast as the best backend of each size;
