@@ -334,7 +334,7 @@ def test_a_buffer_that_is_missing(tmp_path: Path) -> None:
     del state["inner.running_var"]
     fastensor.save(state, tmp_path / "model.safetensors", durable=False)
     with pytest.raises(
-        UnknownKeyError, match=r"'inner.running_var'.*; 0 parameters and 1 buffers of Scaled are missing in all"
+        UnknownKeyError, match=r"'inner.running_var'.*; 0 parameters and 1 buffer of Scaled are missing in all"
     ):
         CheckpointMapping(tmp_path, Scaled())
 
@@ -595,7 +595,7 @@ def test_memory_is_free_when_a_mapping_is_closed(path: Path) -> None:
     weights.close()
     weights.close()
     assert mapped(path) == 0
-    with pytest.raises(ValueError, match=r"model\.safetensors.*: 23 weights> is closed"):
+    with pytest.raises(ValueError, match=r"model\.safetensors.*: 23 weights, closed> is closed"):
         weights["embedding.weight"]
 
 

@@ -28,8 +28,9 @@ from fastensor.testing import failing_call
 def test_sharded_states_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     run_ranks(_save_all, 2, tmp_path)
     run_ranks(_load_all, 3, tmp_path)
-    for name in ("ours", "torch", "alone"):
+    for name in ("ours", "alone"):
         assert fastensor.verify(tmp_path / name).complete
+    assert fastensor.verify(tmp_path / "torch").not_compared == (".metadata",)
     found = load({"rows": torch.zeros(37, 50)}, FileSystemReader(tmp_path / "ours"))
     assert torch.equal(found["rows"], torch.arange(37.0 * 50).view(37, 50) + 5000)
 

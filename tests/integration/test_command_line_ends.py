@@ -54,6 +54,26 @@ def test_a_closed_pipe_ends_every_command_as_other_unix_tools(saved: Path, close
     assert ended("-u", "-m", "fastensor", "inspect", saved, stdout=closed) == (141, "")
 
 
+def test_output_that_the_shell_has_closed_is_missed_by_nobody(saved: Path) -> None:
+    line = f"{sys.executable} -m fastensor inspect {saved} >&-"
+    done = subprocess.run(line, shell=True, text=True, capture_output=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_error_is_no_other_one_because_the_output_is_closed(closed: int) -> None:
+    code = """
+import sys
+from fastensor.files.printed import output_errors
+sys.stdout = open(1, "w", closefd=False)  # PYTHONUNBUFFERED may be set
+with output_errors("x"):
+    print("y")
+    raise RuntimeError("a bug")
+"""
+    status, said = ended("-c", code, stdout=closed)
+    assert status == 1
+    assert said.endswith("RuntimeError: a bug\n")
+
+
 def test_a_closed_pipe_ends_the_launcher_as_other_unix_tools(closed: int) -> None:
     assert ended(*LAUNCHER, "env", stdout=closed) == (141, "")
 

@@ -291,7 +291,7 @@ def test_the_picture(capsys: Any, file: DictionaryFile) -> None:
     assert run(capsys, "plot", "-o", "x.png") == (0, f"x.png: drawn from {file.path}\n", "")
     assert Path("x.png").read_bytes().startswith(b"\x89PNG")
     status, _, err = run(capsys, "plot", "-o", "x.strange")
-    assert status == 1
+    assert status == 2
     assert "strange" in err
     found = lines(read(file.path).dictionary)
     assert list(found) == [READ, WRITE, Context("write", "cuda")]

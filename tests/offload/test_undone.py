@@ -164,7 +164,7 @@ def test_a_dry_run_with_accelerate_leaves_no_trace() -> None:
         accelerator.backward(net(torch.randn(4, 5)).square().mean())
         optimizer.step()
 
-    assert offload.dry_run(train).write_bandwidth > 0
+    assert offload.dry_run(train).plan.tensors
     assert_same(program.state(), before)
     fastensor_accelerate.detach(net)
 

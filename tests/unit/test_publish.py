@@ -376,3 +376,6 @@ def test_what_is_kept_is_claimed_only_where_it_is_seen(tmp_path: Path) -> None:
     assert kept_at(str(tmp_path / "x")) == "what was there before is kept"
     assert kept_at(str(tmp_path / "y")) == "nothing was there before, and nothing is left"
     assert kept_at("s3://bucket/y") == "what was there before, if anything, is kept", "a store is not asked again"
+    assert kept_at(str(tmp_path / ("x" * 300))) == "what was there before, if anything, is kept", (
+        "it cannot be looked at"
+    )

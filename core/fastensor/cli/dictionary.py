@@ -155,7 +155,7 @@ def export(where: str, of: Kind, form: CsvForm | None, output: str, *, force: bo
     elif dictionary:
         text = dictionary.to_json(file.machine)
     if not text:
-        raise ValueError(f"nothing is known that could be exported: see fastensor dictionary show {where}")
+        raise FastensorError(f"nothing is known that could be exported: see fastensor dictionary show {where}")
     if output == "-":
         sys.stdout.write(text)
     else:

@@ -42,8 +42,8 @@ def plot(dictionary: Dictionary, title: str, path: Path) -> None:
     """Draw the bandwidth of every backend by size, a panel for each context.
 
     Raises:
-        FastensorError: matplotlib is not installed.
-        ValueError: there is nothing to draw, or matplotlib does not know how to write such a file.
+        FastensorError: matplotlib is not installed, or there is nothing to draw.
+        ValueError: matplotlib does not know how to write such a file.
     """
     try:
         from matplotlib.figure import Figure
@@ -52,7 +52,7 @@ def plot(dictionary: Dictionary, title: str, path: Path) -> None:
 
     panels = lines(dictionary)
     if not panels:
-        raise ValueError("there is nothing to draw: nothing was measured yet")
+        raise FastensorError("there is nothing to draw: nothing was measured yet")
     names = in_order(sorted({name for panel in panels.values() for name in panel}))
     figure = Figure(figsize=(9, 0.6 + 3.2 * len(panels)), layout="constrained")
     figure.suptitle(title, fontsize=8, wrap=True)

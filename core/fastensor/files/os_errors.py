@@ -29,7 +29,13 @@ def kept_at(path: str) -> str:
     """What is at the path of a file, a directory or an object of a store after a failure that has not changed it."""
     if "://" in path:  # a store is not asked once more after a failure
         return PERHAPS_KEPT
-    return _KEPT if os.path.lexists(path) else _NOTHING
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return _NOTHING
+    except OSError:
+        return PERHAPS_KEPT
+    return _KEPT
 
 
 @contextmanager

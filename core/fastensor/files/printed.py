@@ -29,6 +29,9 @@ def output_errors(program: str) -> Iterator[None]:
     Raises:
         SystemExit: with :data:`CLOSED` if the output was closed; with 1 if it could not be written.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for the rest of the program
     try:
         yield
     except BrokenPipeError:
@@ -37,8 +40,15 @@ def output_errors(program: str) -> Iterator[None]:
         for stream in _outputs():
             _drop(stream)
         raise SystemExit(CLOSED) from None
-    except BaseException:
+    except SystemExit:
         _write_out(program)
+        raise
+    except BaseException:
+        for stream in _outputs():
+            try:
+                stream.flush()
+            except OSError:
+                _drop(stream)
         raise
     _write_out(program)
 
@@ -65,9 +75,8 @@ def _write_out(program: str) -> None:
             raise SystemExit(_FAILED) from None
 
 
-def _outputs() -> list[TextIO]:
-    """Standard output and error, as far as the program has them."""
-    return [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
+def _outputs() -> tuple[TextIO, TextIO]:
+    return sys.stdout, sys.stderr
 
 
 def _drop(stream: TextIO) -> None:

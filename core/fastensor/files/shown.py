@@ -8,9 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_PASSWORD = re.compile(r"(://[^/@:\s]*):[^/@\s]*@")
-_TOKEN = re.compile(r"(\bhttps?://)[^/@\s]*@")
-_QUERY = re.compile(r"(://[^?\s'\"]*)\?[^\s'\"]+")
+_USER = re.compile(r"://[^/\s'\"]*@")
+_QUERY = re.compile(r"(://[^?#\s'\"]*)[?#][^\s'\"]+")
 _WHOLE_ITEMS, _WHOLE_LETTERS = 8, 120
 """A collection is shown whole if it has no more."""
 
@@ -30,7 +29,7 @@ def shown(describe: Callable[[Any], str]) -> Callable[[Any], str]:
     <Store, not made yet>
     >>> store.path = "ftp://me:secret@host/model.ckpt"
     >>> store
-    <Store of 'ftp://me:***@host/model.ckpt'>
+    <Store of 'ftp://***@host/model.ckpt'>
     """
 
     @functools.wraps(describe)
@@ -69,14 +68,15 @@ def given(record: Any) -> list[str]:
 
 
 def without_secrets(text: str) -> str:
-    """A text without the passwords of URLs in it, and without their queries, which may be signatures.
+    """A text without the users and passwords of URLs in it, and without what stands behind their paths, which may be
+    signatures.
 
     >>> without_secrets("s3://bucket/x.pt, ftp://me:1234@host/x.pt, https://host/x.pt?signature=1234")
-    's3://bucket/x.pt, ftp://me:***@host/x.pt, https://host/x.pt?***'
+    's3://bucket/x.pt, ftp://***@host/x.pt, https://host/x.pt?***'
     """
     if "://" not in text:
         return text
-    return _QUERY.sub(r"\1?***", _TOKEN.sub(r"\1***@", _PASSWORD.sub(r"\1:***@", text)))
+    return _QUERY.sub(r"\1?***", _USER.sub("://***@", text))
 
 
 def _is_default(field: dataclasses.Field[Any], value: object) -> bool:
