@@ -16,7 +16,7 @@ from fastensor.select.share import Sharing
 from fastensor_lightning.checkpoint_io import CHECKPOINT_IO_CLASSES, FastensorCheckpointIO
 from fastensor_lightning.cooperation import save_together
 from fastensor_lightning.finished_files import WaitingLoggers, see_finished_files
-from fastensor_lightning.frameworks import CALLBACK_WORDS, load_classes, package_of, say
+from fastensor_lightning.frameworks import load_classes, package_of, say
 from fastensor_lightning.methods import call_after, call_once_after
 from fastensor_lightning.saved_in_run import SavedInRun
 from fastensor_lightning.shared_choice import share_choice
@@ -24,7 +24,7 @@ from fastensor_lightning.shared_choice import share_choice
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
 else:
-    Callback = type("Callback", load_classes("Callback", "lightning.pytorch", "pytorch_lightning"), CALLBACK_WORDS)
+    Callback = type("Callback", load_classes("Callback", "lightning.pytorch", "pytorch_lightning"), {})
 
 _logger = logging.getLogger(__name__)
 

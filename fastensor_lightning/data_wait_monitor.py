@@ -11,13 +11,13 @@ from fastensor.files.arguments import checks_keywords
 from fastensor.files.shown import shown
 from fastensor.provision import ProvisionedLoader
 from fastensor.provision.metrics import Waits, table
-from fastensor_lightning.frameworks import CALLBACK_WORDS, load_classes
+from fastensor_lightning.frameworks import load_classes
 from fastensor_lightning.methods import replace_method
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
 else:
-    Callback = type("Callback", load_classes("Callback", "lightning.pytorch", "pytorch_lightning"), CALLBACK_WORDS)
+    Callback = type("Callback", load_classes("Callback", "lightning.pytorch", "pytorch_lightning"), {})
 
 _FETCH = "train_dataloader_next"
 """How the name of the action ends by which Lightning tells its profiler that it takes a batch from the loader."""

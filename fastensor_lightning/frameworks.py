@@ -26,14 +26,6 @@ def load_classes(name: str, *modules: str) -> tuple[type[Any], ...]:
     return tuple(getattr(importlib.import_module(module), name) for module in installed)
 
 
-def _in_words(callback: object) -> str:
-    return f"{callback!r}, which is for callbacks=[...]"
-
-
-CALLBACK_WORDS = {"__str__": _in_words}
-"""What Lightning prints if one of our callbacks is given in ``plugins``, which refuse it by its name alone."""
-
-
 def say(trainer: Any, text: str) -> None:
     """Say something to the user, on rank 0 alone.
 

@@ -14,14 +14,14 @@ from fastensor.files.shown import given, shown
 from fastensor.files.words import human_size
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadEstimate, OffloadStatistics
 from fastensor.offload.config import OffloadOptions, config_of, dry_run_config, with_default_folder
-from fastensor_lightning.dry_run import leave_no_trace, note_progress
-from fastensor_lightning.frameworks import CALLBACK_WORDS, load_classes, of_rank, say
+from fastensor_lightning.dry_run import save_and_log_nothing, undo_draws, undo_progress, undo_training
+from fastensor_lightning.frameworks import load_classes, of_rank, say
 from fastensor_lightning.methods import replace_method
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
 else:
-    Callback = type("Callback", load_classes("Callback", "lightning.pytorch", "pytorch_lightning"), CALLBACK_WORDS)
+    Callback = type("Callback", load_classes("Callback", "lightning.pytorch", "pytorch_lightning"), {})
 
 _DRY_RUN_STEPS = 3
 _logger = logging.getLogger(__name__)
@@ -50,8 +50,9 @@ class SSDActivationOffload(Callback):
         dry_run: train for three batches only (more, if the Trainer's ``min_steps`` or ``min_epochs`` ask for them; or
             fewer, if there are no more), offloading everything to measure it, and print what stays in memory by
             the options, how much longer a step takes, and how long the drives last. :attr:`estimate` has the same.
-            No checkpoint is saved and nothing is logged meanwhile. When ``fit`` returns, the module, its optimizers and
-            schedulers, the Trainer's progress and random generators are what they were before.
+            No checkpoint is saved and nothing is logged meanwhile. When ``fit`` returns, parameters and buffers of the
+            module, its optimizers and schedulers, the Trainer's progress, and the random generators of Python, NumPy,
+            torch and the loaders are what they were before.
         options: those of :class:`OffloadConfig`: ``min_bytes="1MiB"``, ``directories=("/nvme0", "/nvme1")``, and so on.
 
     Raises:
@@ -92,6 +93,8 @@ class SSDActivationOffload(Callback):
         self._offload: ActivationOffload | None = None
         self._undo = ExitStack()
         """Restores the Trainer's own ``train_step_context``, and after a dry run all that it has changed."""
+        self._training = ExitStack()
+        """Undoes what a dry run has trained."""
         self._checked = False
 
     @shown
@@ -112,10 +115,10 @@ class SSDActivationOffload(Callback):
         _refuse(trainer.strategy)
         config = with_default_folder(self.config, trainer.default_root_dir)
         self.estimate = None
+        self._offload = offload = ActivationOffload(dry_run_config(config) if self._is_dry_run else config)
         if self._is_dry_run:
-            self._undo = leave_no_trace(trainer, pl_module, next(iter(config.directories), None))
-            config = dry_run_config(config)
-        self._offload = offload = ActivationOffload(config)
+            undo_draws(trainer, self._undo)
+            save_and_log_nothing(trainer, self._undo)
         offload.attach(pl_module)
         self.statistics = offload.statistics()
         self._checked = False
@@ -129,8 +132,10 @@ class SSDActivationOffload(Callback):
         self._undo.callback(replace_method(trainer.precision_plugin, "train_step_context", train_step_context))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        if self._is_dry_run:
-            note_progress(trainer, self._undo)
+        if self._is_dry_run and self._offload is not None:
+            undo_progress(trainer, self._undo)
+            self._training = undo_training(trainer, pl_module, next(iter(self._offload.config.directories), None))
+            self._undo.callback(self._training.close)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         if self._offload is None:
@@ -146,9 +151,12 @@ class SSDActivationOffload(Callback):
             metrics = self.statistics.metrics_since(before)
             pl_module.log_dict({f"offload/{name}": value for name, value in metrics.items()})
 
-    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         if self._is_dry_run:
             self._print_estimate(trainer)
+            self._training.close()  # before Lightning moves the module to the CPU
+
+    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
         offload = self._offload
         self._stop()
         if offload is None or self.statistics is None or self._is_dry_run:
@@ -166,7 +174,7 @@ class SSDActivationOffload(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings: threads and files begin anew in the process that unpickles the callback."""
-        return {**self.__dict__, "_offload": None, "_undo": ExitStack()}
+        return {**self.__dict__, "_offload": None, "_undo": ExitStack(), "_training": ExitStack()}
 
     def _stop(self) -> None:
         """Restore the Trainer's context, and give files and threads back. Calling it again does nothing."""

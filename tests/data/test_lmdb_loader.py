@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -96,6 +98,15 @@ def test_workers_of_a_loader_that_is_dropped_end_at_once(
         assert multiprocessing.active_children() == []
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_in_use_is_copied(dataset: LmdbDataset[torch.Tensor], workers: int) -> None:
+    loader = LmdbLoader(dataset, 10, num_workers=workers)
+    next_of(iter(loader), 3)
+    found = numbers(pickle.loads(pickle.dumps(loader)))
+    assert found == numbers(copy.deepcopy(loader))
+    assert sorted(found) == list(range(COUNT))
 
 
 class EpochOf:

@@ -21,7 +21,6 @@ from fastensor.offload import OffloadConfig
 from fastensor_accelerate import CheckpointMapping, ConfigError, FastensorConfig
 from fastensor_lightning import (
     CheckpointMonitor,
-    DataWaitMonitor,
     FastensorCheckpointIO,
     FastensorDataModule,
     SSDActivationOffload,
@@ -181,11 +180,3 @@ def test_the_plugin_among_the_callbacks_of_fabric() -> None:
     fabric = Fabric(callbacks=[FastensorCheckpointIO()], accelerator="cpu")
     with pytest.raises(TypeError, match="is a plugin"):
         fabric.call("on_train_epoch_end")
-
-
-@pytest.mark.parametrize("callback", [SSDActivationOffload, CheckpointMonitor, DataWaitMonitor])
-def test_a_callback_among_the_plugins(callback: type[pl.Callback]) -> None:
-    plugins: Any = [callback()]
-    for make in (pl.Trainer, Fabric):
-        with pytest.raises(Exception, match=rf"invalid type .*{callback.__name__}.*, which is for callbacks=\[...\]"):
-            make(plugins=plugins, accelerator="cpu")

@@ -974,18 +974,22 @@ def test_a_trainer_is_told_that_everything_fits(
     assert line.endswith(" of saved tensors at a time, which fit into memory; schedule='all' offloads them all")
 
 
-def test_a_dry_run_says_its_estimate_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_says_its_estimate_alone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.pytorch import Trainer
     from lightning.pytorch.demos.boring_classes import BoringModel
 
     from fastensor_lightning import SSDActivationOffload
 
-    callback = SSDActivationOffload(OffloadConfig(min_bytes=1, schedule=1 << 30), dry_run=True)
-    Trainer(
-        callbacks=[callback], logger=False, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
-        limit_val_batches=0, max_epochs=1,
-    ).fit(BoringModel())  # fmt: skip
-    assert "activation offload:" not in "".join(capfd.readouterr())
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
+    for dry_run in (True, False):
+        caplog.clear()
+        callback = SSDActivationOffload(OffloadConfig(min_bytes=1, schedule=1 << 30), dry_run=dry_run)
+        with caplog.at_level(logging.INFO):
+            Trainer(
+                callbacks=[callback], logger=False, accelerator="cpu", enable_progress_bar=False, max_epochs=1,
+                enable_model_summary=False, limit_val_batches=0, enable_checkpointing=False,
+            ).fit(BoringModel())  # fmt: skip
+        assert any("activation offload:" in one for one in caplog.messages) != dry_run
 
 
 @pytest.mark.parametrize(
@@ -1009,10 +1013,10 @@ def test_a_dry_run_says_its_estimate_alone(capfd: pytest.CaptureFixture[str]) ->
         ),
         ({}, {}, "nothing has left memory: autograd has saved nothing in training steps. Do they run under no_grad?"),
         (
-            {"packed": 7, "kept": {"small": 3000, "parameter": 5 << 20, "dtype": 8}},
+            {"packed": 7, "kept": {"small": 3000, "parameter": 5 << 20, "subclass": 8}},
             {"min_bytes": "1MiB"},
             "nothing has left memory of 7 saved tensors: 2.93 KiB are smaller than min_bytes (1 MiB), 5 MiB are "
-            "parameters, 8 B are dtype",
+            "parameters, 8 B are of subclasses of Tensor",
         ),
     ],
     ids=["budgets hide the gain", "gain", "some stay", "nothing saved", "others"],

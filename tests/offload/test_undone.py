@@ -6,7 +6,10 @@ import copy
 import operator
 import os
 import random
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,12 @@ from accelerate import Accelerator
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import RandomDataset
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
 import fastensor_accelerate
+from fastensor.errors import OffloadError
 from fastensor.offload import OffloadConfig
 from fastensor.offload.undone import undone
 from fastensor_lightning import SSDActivationOffload
@@ -141,6 +146,78 @@ def test_gradients_that_were_there_are_there_again() -> None:
     assert_same(program.state(), before)
 
 
+def test_buffers_that_repeat_the_same_memory_or_are_slices(tmp_path: Path) -> None:
+    """Of a slice, nothing but the slice is kept."""
+    net = nn.Module()
+    whole = torch.zeros(1 << 20)
+    net.register_buffer("mask", torch.ones(1, 3).expand(10, 3))
+    net.register_buffer("slice", whole[4:8])
+    with limited_file(1 << 16), undone(net, str(tmp_path)):
+        whole.fill_(2)
+        net.mask[0].fill_(3)
+    assert net.mask.tolist() == [[1.0] * 3] * 10
+    assert net.slice.tolist() == [0.0] * 4
+
+
+@contextmanager
+def limited_file(nbytes: int) -> Iterator[None]:
+    """Files cannot get larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_groups_that_were_added_go() -> None:
+    program = Training()
+    before = program.optimizer.state_dict()
+    with undone(program.net, None, [program.optimizer]):
+        program.train()
+        program.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        program.train()
+    assert_same(program.optimizer.state_dict(), before)
+
+
+def test_the_rate_is_that_of_before_the_first_step() -> None:
+    """Programs set it before each step."""
+    program = Training("lr is a tensor")
+    rate = program.optimizer.param_groups[0]["lr"]
+    with undone(program.net, None, [program.optimizer]):
+        rate.fill_(7)
+        program.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+        program.train()
+    assert program.optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(0.1)
+
+
+def test_what_other_threads_train_stays() -> None:
+    program, other = Training(), Training()
+    with undone(program.net, None), ThreadPoolExecutor(1) as thread:
+        thread.submit(other.train).result()
+    assert other.optimizer.state
+
+
+def test_lazy_parameters_do_no_harm() -> None:
+    net = nn.Sequential(nn.LazyLinear(3), nn.BatchNorm1d(3))
+    with undone(net, None):
+        net(torch.randn(4, 5))
+    assert net[1].running_mean.tolist() == [0.0] * 3
+
+
+def test_hundreds_of_optimizers_need_one_file() -> None:
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(300)]
+    optimizers = [torch.optim.SGD([one], lr=0.1) for one in parameters]
+    with undone(None, None):
+        before = len(os.listdir("/proc/self/fd"))
+        for one, optimizer in zip(parameters, optimizers, strict=True):
+            one.sum().backward()
+            optimizer.step()
+        assert len(os.listdir("/proc/self/fd")) == before
+    assert all(one.item() == 1 for one in parameters)
+
+
 def test_buffers_that_were_replaced_are_those_of_before() -> None:
     net = nn.BatchNorm1d(6)
     buffer = net.running_mean
@@ -176,6 +253,13 @@ class Net(pl.LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Dropout(), nn.Linear(64, 2))
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(x)
+        return found
+
+    def on_train_end(self) -> None:
+        assert self.trainer.checkpoint_callback is not None
+
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         loss: torch.Tensor = self.net(batch).square().mean()
         self.log("loss", loss)
@@ -192,7 +276,7 @@ class Net(pl.LightningModule):
 def program(folder: Path, dry_run: bool, *, same_trainer: bool = False) -> dict[str, Any]:
     """Trains, goes on from the last checkpoint, with or without a dry run in between. Returns the last checkpoint."""
     pl.seed_everything(1)
-    data = DataLoader(RandomDataset(32, 48), batch_size=4, shuffle=True)
+    data = DataLoader(RandomDataset(32, 48), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(0))
     net = Net()
 
     def trainer(epochs: int, *callbacks: pl.Callback) -> pl.Trainer:
@@ -236,7 +320,37 @@ def test_a_dry_run_of_a_trainer_leaves_no_trace(tmp_path: Path, same_trainer: bo
     for one in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
         assert_same(found[one], expected[one])
     assert found["loops"]["fit_loop"] == expected["loops"]["fit_loop"]
+    (stops,) = (name for name in expected["callbacks"] if name.startswith("EarlyStopping"))
     assert found["callbacks"].keys() == expected["callbacks"].keys()
+    assert found["callbacks"][stops] == expected["callbacks"][stops]
+
+
+class Moves(SingleDeviceStrategy):
+    """What becomes of a module on a GPU when training has ended: it goes to the CPU."""
+
+    def teardown(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.double()
+        super().teardown()
+
+
+def test_a_module_that_lightning_has_moved_stays_whole(tmp_path: Path) -> None:
+    net = Net()
+    net(torch.ones(2, 32)).sum().backward()
+    pl.Trainer(
+        callbacks=[SSDActivationOffload(OffloadConfig(min_bytes=1), dry_run=True)], logger=False, max_epochs=1,
+        enable_progress_bar=False, enable_model_summary=False, strategy=Moves(torch.device("cpu")),
+        default_root_dir=tmp_path,
+    ).fit(net, DataLoader(RandomDataset(32, 48), batch_size=4))  # fmt: skip
+    kinds = {one.dtype for one in (*net.parameters(), *net.buffers()) if one.is_floating_point()}
+    assert kinds == {torch.float64}
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    callback = SSDActivationOffload(tmp_path / "missing", dry_run=True)
+    trainer = pl.Trainer(callbacks=[callback], logger=False, accelerator="cpu", default_root_dir=tmp_path)
+    with pytest.raises(OffloadError, match="missing"):
+        trainer.fit(Net(), DataLoader(RandomDataset(32, 48), batch_size=4))
 
 
 def test_a_dry_run_that_fails_leaves_no_trace(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader
 
 from fastensor.data.dataset import LmdbDataset
-from fastensor.data.epochs import EpochLoader, keep_inherited
+from fastensor.data.epochs import EpochLoader, Progress, keep_inherited
 from fastensor.data.plan import EpochPlan, Positions, Shuffle
 from fastensor.data.samplers import ReadAheadSampler
 from fastensor.data.skipping import OnError
@@ -34,10 +34,11 @@ class _Rest:
     """The batches that an iteration has left. It knows no loader: in a cycle with the loader, persistent workers would
     wait for the garbage collector, and there torch cannot tell them to end, and waits 5 s for each."""
 
-    batches: Iterator[Positions] = iter(())
+    def begin(self, plan: EpochPlan, progress: Progress) -> None:
+        self._plan, self._progress = plan, progress
 
     def __iter__(self) -> Iterator[Positions]:
-        return self.batches
+        return self._plan.batches(self._progress.epoch, self._progress.consumed)
 
 
 @checks_keywords
@@ -152,7 +153,7 @@ class LmdbLoader(EpochLoader):
         if self._process != os.getpid():
             keep_inherited(self._loader)
             self._loader, self._process = self._made_loader(), os.getpid()
-        self._rest.batches = plan.batches(self._progress.epoch, self._progress.consumed)
+        self._rest.begin(plan, self._progress)
         batches = iter(self._loader)
         return map(self._without_skipped, batches) if self._on_error == "skip" else batches
 

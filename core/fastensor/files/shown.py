@@ -36,8 +36,8 @@ def shown(describe: Callable[[Any], str]) -> Callable[[Any], str]:
     def __repr__(self: Any) -> str:
         try:
             what = describe(self)
-        except AttributeError:
-            what = ", not made yet"
+        except AttributeError as error:
+            what = f", {error}" if vars(self) else ", not made yet"
         return without_secrets(f"<{type(self).__name__}{what}>")
 
     return __repr__

@@ -147,9 +147,10 @@ class ActivationOffload:
 
         Args:
             train: runs a forward pass and its backward pass, once, as training does, but for :meth:`step`. What it does
-                to the attached model, to optimizers of torch, with their parameters, and to random generators is undone
-                when the dry run ends. What else it does stays: gradients and buffers of a model that is not attached,
-                steps of schedulers, what it logs or saves.
+                to parameters, buffers and gradients of the attached model, to optimizers of torch from their first step
+                on, with their parameters, and to the default random generators is undone when the dry run ends. What
+                else it does stays: gradients and buffers of a model that is not attached, steps of schedulers, what it
+                logs or saves.
             passes: how often ``train`` is called. The last time counts: the first one is slower than those that follow.
 
         Raises:

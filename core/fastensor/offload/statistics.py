@@ -37,6 +37,10 @@ _WHY_KEPT = {
     "externally referenced": "held by others as well",
     "not moved": "there because the disk is full, or fails",
     "fits": "there because they fit",
+    "unexamined": "of passes like earlier ones, of which all has stayed",
+    "subclass": "of subclasses of Tensor",
+    "layout": "no plain dense tensors",
+    "device": "inference tensors, or on other devices than CPUs and GPUs",
 }
 """In words why bytes stay in memory, after "are"."""
 

@@ -78,7 +78,8 @@ class Manager:
             pass  # it leaves
         except RayError as error:
             _log.warning("A client of the data service has ended: %s", type(error).__name__)
-        self._leave(client)
+        finally:
+            self._leave(client)
 
     async def leave(self, client: str) -> None:
         """A client uses the service no more."""
