@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,15 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 import fastensor
 from fastensor.checkpoint.dcp import FastensorStorageWriter
+from fastensor.checkpoint.folders import entries_at
 from fastensor.cli.output import FAILED, FOREIGN_CODE, OK, UNCHECKED
-from fastensor.errors import CheckpointReadError, CorruptCheckpointError, NotACheckpointError
+from fastensor.errors import (
+    CheckpointReadError,
+    CorruptCheckpointError,
+    FastensorError,
+    NotACheckpointError,
+    UnsupportedContentError,
+)
 from fastensor_lightning import FastensorCheckpointIO
 
 WEIGHTS = {"a": torch.arange(300.0), "b": torch.ones(5)}
@@ -209,15 +217,45 @@ def test_links(tmp_path: Path, capsys: Any) -> None:
     (folder / "deeper").mkdir(parents=True)
     (folder / "linked.ckpt").symlink_to(tmp_path / "elsewhere.ckpt")
     (folder / "deeper" / "above").symlink_to(folder)
-    assert statuses(capsys, folder) == (OK, {"linked.ckpt": "intact"}), "a circle ends"
+    found = {"linked.ckpt": "intact", "deeper/above": "not compared"}
+    assert statuses(capsys, folder) == (OK, found), "a circle ends, and what it leads to is compared"
+    (folder / "proc").symlink_to("/proc/self")
+    found["proc"] = "not compared"
+    assert statuses(capsys, folder) == (UNCHECKED, found), "no other folder is searched"
     (folder / "gone.ckpt").symlink_to(tmp_path / "gone")
-    assert statuses(capsys, folder) == (FAILED, {"linked.ckpt": "intact", "gone.ckpt": "unreadable"})
+    assert statuses(capsys, folder) == (FAILED, {**found, "gone.ckpt": "unreadable"})
+
+
+def test_links_do_not_multiply_what_is_searched(tmp_path: Path) -> None:
+    fastensor.save(WEIGHTS, tmp_path / "sound.pt")
+    for number in range(13):
+        (tmp_path / str(number)).mkdir()
+        for name in "ab":
+            (tmp_path / str(number) / name).symlink_to(tmp_path / str((number + 1) % 13))
+    assert len(fastensor.verify(tmp_path).not_compared) == 2 * 13
+
+
+def test_folders_may_be_deep(tmp_path: Path) -> None:
+    deepest = tmp_path
+    for _ in range(1100):
+        deepest /= "d"
+        deepest.mkdir()
+    fastensor.save(WEIGHTS, deepest / "x.ckpt")
+    try:
+        assert fastensor.verify(tmp_path).complete
+    finally:  # so many are too many for the clean-up of pytest
+        (deepest / "x.ckpt").unlink()
+        for _ in range(1100):
+            deepest.rmdir()
+            deepest = deepest.parent
 
 
 def test_a_folder_without_checkpoints_is_an_error(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointReadError, match="name what is in it"):
-        fastensor.verify(tmp_path)
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
+    for tool in (fastensor.verify, fastensor.inspect):
+        with pytest.raises(CheckpointReadError, match="name what is in it"):
+            tool(tmp_path)
     assert statuses(capsys, tmp_path) == (FAILED, {".": "unreadable"})
 
 
@@ -241,6 +279,118 @@ def test_a_broken_index_hides_no_file(tmp_path: Path, capsys: Any) -> None:
     )
     with pytest.raises(CorruptCheckpointError, match="the index is not JSON"):
         fastensor.verify(tmp_path)
+
+
+def write_index(path: Path, files: dict[str, str]) -> None:
+    path.write_text(json.dumps({"weight_map": files}))
+
+
+@pytest.mark.parametrize("of", [["m"], ["m", "n"]])
+def test_an_index_claims_no_index(tmp_path: Path, of: list[str]) -> None:
+    fastensor.save(WEIGHTS, tmp_path / "x.safetensors")
+    fastensor.save(WEIGHTS, tmp_path / "other.pt")
+    for one, two in zip(of, reversed(of), strict=True):
+        write_index(tmp_path / f"{one}.index.json", {"a": "x.safetensors", "q": f"{two}.index.json"})
+    with pytest.raises(FastensorError, match=r"index\.json"):
+        fastensor.verify(tmp_path)
+    data = (tmp_path / "x.safetensors").stat().st_size - 1
+    with (
+        flipped(tmp_path / "x.safetensors", data),
+        pytest.raises(fastensor.DamagedCheckpointError, match=r"x\.safetensors: "),
+    ):
+        fastensor.verify(tmp_path)
+
+
+def test_an_index_claims_no_directory(tmp_path: Path, capsys: Any) -> None:
+    save({"w": torch.arange(300.0)}, FastensorStorageWriter(tmp_path / "c"))
+    (tmp_path / "c" / "ema.pt").write_bytes(bytes(1000))
+    write_index(tmp_path / "m.index.json", {"zz": "c"})
+    status, found = statuses(capsys, tmp_path)
+    assert (status, found) == (FAILED, {"c": "unreadable", "c/ema.pt": "unreadable", "m.index.json": "not compared"})
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "", "."])
+def test_an_index_of_impossible_names_hides_no_file(tmp_path: Path, capsys: Any, name: str) -> None:
+    fastensor.save(WEIGHTS, tmp_path / "sound.pt")
+    write_index(tmp_path / "m.index.json", {"a": name})
+    assert statuses(capsys, tmp_path) == (FAILED, {"m.index.json": "unreadable", "sound.pt": "intact"})
+    for tool in (fastensor.verify, fastensor.inspect):
+        with pytest.raises(CorruptCheckpointError, match="expected names of files in its folder"):
+            tool(tmp_path)
+
+
+def test_what_is_no_index_of_a_model_is_a_text(tmp_path: Path, capsys: Any) -> None:
+    fastensor.save(WEIGHTS, tmp_path / "sound.pt")
+    (tmp_path / "search.index.json").write_text('{"docs": []}')
+    assert statuses(capsys, tmp_path) == (OK, {"search.index.json": "not compared", "sound.pt": "intact"})
+    assert fastensor.verify(tmp_path).container == "folder"
+    assert fastensor.inspect(tmp_path).files["search.index.json"].container == "text"
+
+
+def test_two_indexes_of_the_same_files(tmp_path: Path) -> None:
+    fastensor.save_sharded({f"w{number}": torch.randn(100) for number in range(2)}, tmp_path, shard_nbytes=400)
+    alone = fastensor.verify(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    shutil.copy(index, tmp_path / "model.safetensors.index.fp16.json")
+    report = fastensor.verify(tmp_path)
+    assert (report.nbytes, report.compared) == (alone.nbytes, alone.compared)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0.metadata", "m.index.json"])
+def test_pipes_and_devices_are_not_read(tmp_path: Path, capsys: Any, name: str) -> None:
+    fastensor.save(WEIGHTS, tmp_path / "sound.pt")
+    os.mkfifo(tmp_path / name)
+    (tmp_path / "n.index.json").symlink_to("/dev/zero")
+    found = {name: "not compared", "n.index.json": "not compared", "sound.pt": "intact"}
+    assert statuses(capsys, tmp_path) == (UNCHECKED, found)
+    assert fastensor.inspect(tmp_path).files.keys() == found.keys()
+    with pytest.raises(NotACheckpointError, match="found a pipe, a socket or a device"):
+        fastensor.verify(tmp_path / "n.index.json")
+
+
+def test_the_size_of_an_index_is_bounded(tmp_path: Path, capsys: Any) -> None:
+    fastensor.save(WEIGHTS, tmp_path / "sound.pt")
+    with (tmp_path / "m.index.json").open("wb") as file:
+        file.truncate(1 << 40)
+    assert statuses(capsys, tmp_path) == (FAILED, {"m.index.json": "unreadable", "sound.pt": "intact"})
+
+
+def test_shards_are_told_by_their_whole_names(tmp_path: Path, capsys: Any) -> None:
+    save({"w": torch.arange(300.0)}, FastensorStorageWriter(tmp_path))
+    shutil.copy(next(tmp_path.glob("*.distcp")), tmp_path / "0.distcp")
+    assert statuses(capsys, tmp_path) == (UNCHECKED, {".": "intact", "0.distcp": "not compared"})
+
+
+def test_what_a_save_has_left_may_be_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fastensor.save(WEIGHTS, tmp_path / "sound.pt")
+    left = [tmp_path / f".{name}.fastensor-{kind}" for name in "ab" for kind in ("tmp", "replaced")]
+    for path in left:
+        path.write_bytes(b"x")
+    listed = os.listdir
+
+    def list_and_remove(path: Any) -> list[str]:
+        names = listed(path)
+        for one in left[:2]:
+            one.unlink(missing_ok=True)
+        return names
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "listdir", list_and_remove)
+        entries = entries_at(tmp_path)
+    for path in left[2:]:
+        path.unlink()
+    for tool in ("inspect", "verify"):
+        monkeypatch.setattr(f"fastensor.checkpoint.{tool}.entries_at", lambda path: entries)
+    assert set(fastensor.verify(tmp_path).not_compared) == {path.name for path in left[2:]}
+    assert len(fastensor.inspect(tmp_path).files) == 3
+
+
+def test_names_of_files_do_not_reach_the_terminal(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "\x1b]0;title\x07.pt").write_bytes(bytes(100))
+    fastensor.save(WEIGHTS, tmp_path / "sound.pt")
+    for command in ("inspect", "verify"):
+        status, out, err = command_line(capsys, command, tmp_path)
+        assert (status, "\x1b" in out + err, "title" in out + err) == (FAILED, False, True)
 
 
 def test_a_pending_save_into_the_folder_is_waited_for(tmp_path: Path) -> None:
@@ -312,7 +462,140 @@ def test_a_damaged_file_hides_no_other_one(tmp_path: Path, capsys: Any) -> None:
         assert "optimizer.bin" in json.loads(out)["errors"][0]
 
 
+def test_the_file_beside_the_shards_is_listed_and_compared(tmp_path: Path) -> None:
+    for name, epoch in (("a", 1), ("b", 2)):
+        save({"w": torch.arange(30.0)}, FastensorStorageWriter(tmp_path / name))
+        fastensor.save({"epoch": epoch}, tmp_path / name / "meta.pt")
+    found = fastensor.inspect(tmp_path / "a")
+    assert (found.container, [one.name for one in found.tensors]) == ("dcp", ["w"])
+    assert found.others == {"meta.pt: epoch": "1"}
+    differing = fastensor.diff(tmp_path / "a", tmp_path / "b")
+    assert (differing.others, differing.same) == ({"meta.pt: epoch": ("1", "2")}, 1)
+
+
+def test_values_of_shards_of_one_name(tmp_path: Path) -> None:
+    for folder, epoch in (("a", 1), ("b", 5)):
+        for number, name in ((epoch, "p"), (2, "q")):
+            (tmp_path / folder / name).mkdir(parents=True)
+            fastensor.save({name: torch.ones(1), "epoch": number}, tmp_path / folder / name / "s.bin")
+        write_index(tmp_path / folder / "pytorch_model.bin.index.json", {name: f"{name}/s.bin" for name in "pq"})
+    found = fastensor.inspect(tmp_path / "a")
+    assert found.others == {"p/s.bin: epoch": "1", "q/s.bin: epoch": "2"}
+    assert {one.part for one in found.tensors} == {"p/s.bin", "q/s.bin"}
+    assert fastensor.diff(tmp_path / "a", tmp_path / "b").others == {"p/s.bin: epoch": ("1", "5")}
+
+
+def test_what_cannot_be_listed_hides_no_file(tmp_path: Path) -> None:
+    model_and_more(tmp_path)
+    (tmp_path / "legacy").mkdir()
+    legacy_shards(tmp_path / "legacy", 1.0)
+    found = fastensor.inspect(tmp_path)
+    index = found.files["legacy/pytorch_model.bin.index.json"]
+    assert (index.container, "not listed" in index.metadata) == ("huggingface", True)
+    assert index.nbytes == sum(path.stat().st_size for path in (tmp_path / "legacy").glob("*.bin"))
+
+
 # diff
+
+
+def sharded_by_rank(folder: Path, scale: float) -> None:
+    """A checkpoint that can only be loaded whole, by as many ranks."""
+    save({"w": torch.ones(3) * scale}, FastensorStorageWriter(folder))
+    (folder / ".metadata").rename(folder / "__0.metadata")
+    shutil.copy(folder / "__0.metadata", folder / "__1.metadata")
+
+
+def legacy_shards(folder: Path, scale: float) -> None:
+    for name in "ab":
+        shard = folder / f"{name}.bin"
+        torch.save({name: torch.ones(3) * scale}, shard, _use_new_zipfile_serialization=False)
+    write_index(folder / "pytorch_model.bin.index.json", {name: f"{name}.bin" for name in "ab"})
+
+
+@pytest.mark.parametrize("save_whole", [legacy_shards, sharded_by_rank])
+def test_what_is_in_several_files_and_loaded_whole_is_not_called_the_same(tmp_path: Path, save_whole: Any) -> None:
+    for name, scale in (("a", 1.0), ("b", 2.0)):
+        (tmp_path / name / "deeper").mkdir(parents=True)
+        save_whole(tmp_path / name / "deeper", scale)
+        fastensor.save(WEIGHTS, tmp_path / name / "x.pt")
+    with pytest.raises(UnsupportedContentError):
+        fastensor.diff(tmp_path / "a", tmp_path / "b")
+
+
+def test_what_is_no_file_is_not_compared(tmp_path: Path, capsys: Any) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        fastensor.save(WEIGHTS, tmp_path / name / "model.safetensors")
+        for directory in (".git", "x.fastensor-saving"):
+            (tmp_path / name / directory).mkdir()
+            (tmp_path / name / directory / "x").write_text(name)
+        os.mkfifo(tmp_path / name / "pipe")
+        (tmp_path / name / "latest").symlink_to(tmp_path / name)
+    found = fastensor.diff(tmp_path / "a", tmp_path / "b")
+    names = (".git", "latest", "pipe", "x.fastensor-saving")
+    assert (found.is_empty, found.same, found.not_compared) == (True, 2, names)
+    status, out, _ = command_line(capsys, "diff", tmp_path / "a", tmp_path / "b")
+    assert (status, all(f"not compared: {name}" in out for name in names)) == (OK, True)
+    (tmp_path / "a" / "pipe").unlink()
+    (tmp_path / "a" / "pipe").write_text("")
+    assert {*fastensor.diff(tmp_path / "a", tmp_path / "b").others} == {"pipe"}
+
+
+def test_files_are_compared_byte_by_byte(tmp_path: Path) -> None:
+    """These two have the same size and the same CRC32."""
+    contents = {"a": b"\xff\xfeone\0\0\0\0", "b": with_crc32_of(b"\xff\xfeone\0\0\0\0", b"\xff\xfetwo")}
+    assert len({zlib.crc32(content) for content in contents.values()}) == 1
+    for name, content in contents.items():
+        (tmp_path / name).mkdir()
+        fastensor.save(WEIGHTS, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "extra.dat").write_bytes(content)
+    assert {*fastensor.diff(tmp_path / "a", tmp_path / "b").others} == {"extra.dat"}
+
+
+def with_crc32_of(content: bytes, start: bytes) -> bytes:
+    """Bytes that begin otherwise, with the CRC32 of others: CRC32 is linear, so four bytes solve 32 equations."""
+    basis: dict[int, tuple[int, int]] = {}
+    zero = zlib.crc32(start + bytes(4))
+    for bit in range(32):
+        value, chosen = zlib.crc32(start + (1 << bit).to_bytes(4, "little")) ^ zero, 1 << bit
+        while value and (top := value.bit_length()) in basis:
+            value, chosen = value ^ basis[top][0], chosen ^ basis[top][1]
+        basis[value.bit_length()] = value, chosen
+    wanted, found = zlib.crc32(content) ^ zero, 0
+    while wanted:
+        value, chosen = basis[wanted.bit_length()]
+        wanted, found = wanted ^ value, found ^ chosen
+    return start + found.to_bytes(4, "little")
+
+
+def test_names_that_look_like_those_of_another_file(tmp_path: Path) -> None:
+    for folder, scale in (("a", 1.0), ("b", 2.0)):
+        (tmp_path / folder).mkdir()
+        fastensor.save({"z.pt: w": torch.ones(3) * scale}, tmp_path / folder / "model.safetensors")
+        fastensor.save({"w": torch.ones(3)}, tmp_path / folder / "z.pt")
+    found = fastensor.diff(tmp_path / "a", tmp_path / "b")
+    assert ([one.name for one in found.tensors], found.same) == (["z.pt: w"], 1)
+
+
+def test_paths_come_before_models(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        fastensor.save(WEIGHTS, tmp_path / name / "a.ckpt")
+    fastensor.save({"q": torch.ones(1)}, tmp_path / "b" / "model.safetensors")
+    found = fastensor.diff(tmp_path / "a", tmp_path / "b")
+    assert (found.only_first, found.only_second, found.same) == ((), ("model.safetensors",), 2)
+
+
+def test_a_file_is_compared_with_the_model_whatever_it_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    fastensor.save(WEIGHTS, "a.ckpt")
+    fastensor.save({"q": torch.ones(1)}, "folder/a.ckpt")
+    fastensor.save(WEIGHTS, "folder/model.safetensors")
+    found = fastensor.diff("a.ckpt", "folder")
+    assert (found.only_first, found.only_second, found.same) == ((), ("a.ckpt",), 2)
 
 
 def test_two_folders_are_compared_file_by_file(tmp_path: Path, capsys: Any) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -74,7 +74,8 @@ class Difference:
     same: int
     """How many tensors, other values and files that are no checkpoints are the same in both, within the tolerances."""
     not_compared: tuple[str, ...] = ()
-    """Files of a folder that are no checkpoints, if the other side is a single checkpoint with nothing beside it."""
+    """Files of a folder that are no checkpoints, if the other side is a single checkpoint with nothing beside it; and
+    what is no file: directories of Git and of saves that go on, links to directories, pipes."""
 
     __repr__ = record_repr
 
@@ -126,8 +127,9 @@ def diff(
         first: a file of torch or of safetensors; the index of a model in several files; the directory of a distributed
             checkpoint; or a folder of this machine, of which all is compared, with its folders.
         second: the same, not necessarily of the same kind. The files of two folders are compared by their paths in
-            them; but the model that :func:`fastensor.load_sharded` finds in one with that of the other, and with a
-            single checkpoint, whatever it is in. Names in all other files stand behind the path of the file.
+            them. If the model that :func:`fastensor.load_sharded` finds in each has another path there, and neither
+            path is in both, they are compared with each other; so is a single checkpoint with the model of a folder,
+            or with all that is in it. Names in all other files stand behind the path of the file.
         rtol, atol: elements ``a`` and ``b`` are the same if ``abs(a - b) <= atol + rtol * abs(b)``, as for
             ``torch.allclose``. If one of the two is not 0, NaNs are the same as each other.
         values: whether to compare the elements of tensors. If False, no tensor is read.
@@ -137,13 +139,14 @@ def diff(
     Returns:
         What differs. Without tolerances, tensors are compared byte by byte: NaNs are the same if their bytes are.
         Values of torch files that are no tensors are compared as far as :func:`fastensor.inspect` shows them. Files of
-        folders that are no checkpoints, or can only be loaded whole, are compared byte by byte.
+        folders that are no checkpoints, or can only be loaded whole, are compared byte by byte; if ``values`` is False,
+        their sizes.
 
     Raises:
         FileNotFoundError: one of the checkpoints is missing.
         CorruptCheckpointError: one of them is damaged. All tensors are compared with their checksums.
-        UnsupportedContentError: a tensor is not a dense one, or a file that is not one of a folder can only be loaded
-            whole.
+        UnsupportedContentError: a tensor is not a dense one; or what can only be loaded whole is not a file of a
+            folder, but given by itself, or in several files.
         CheckpointReadError: the operating system failed to deliver bytes.
         ValueError: a tolerance is negative, or no number.
 
@@ -160,24 +163,21 @@ def diff(
     if not (rtol >= 0 and atol >= 0):
         raise ValueError(f"rtol and atol are at least 0, found {rtol} and {atol}")
     paired = _paired(_files_at(first), _files_at(second))
+    closeness = _Closeness(rtol, atol) if values else None
     with ExitStack() as stack:
-        one, two, whole = _opened(paired, backend, stack)
-        shared = [name for name in one.tensors if name in two.tensors]
-        compared = _compare_all(shared, one, two, _Closeness(rtol, atol) if values else None, progress)
-        tensors = [found for found in compared if found is not None]
-        others, same = _compare_others(one, two)
-    names = [{*side.tensors, *side.others} for side in (one, two)]
-    files = {name: (_file_in_words(a, values), _file_in_words(b, values)) for name, (a, b) in whole.items()}
-    differing = {name: words for name, words in files.items() if words[0] != words[1]}
+        opened_pairs, whole = _opened(paired, backend, stack)
+        contents = _compare_contents(opened_pairs, closeness, progress)
+    files = [_compare_whole(name, *pair, values=values) for name, pair in whole.items()]
+    found = [*contents, *files]
     return Difference(
         first=name_of(first),
         second=name_of(second),
-        only_first=tuple(sorted([*paired.only_first, *(names[0] - names[1])])),
-        only_second=tuple(sorted([*paired.only_second, *(names[1] - names[0])])),
-        tensors=tuple(sorted(tensors, key=lambda one: one.name)),
-        others=others | differing,
-        same=len(shared) - len(tensors) + same + len(files) - len(differing),
-        not_compared=paired.not_compared,
+        only_first=tuple(sorted([*paired.only_first, *(name for one in found for name in one.only_first)])),
+        only_second=tuple(sorted([*paired.only_second, *(name for one in found for name in one.only_second)])),
+        tensors=tuple(sorted((tensor for one in found for tensor in one.tensors), key=lambda one: one.name)),
+        others={name: words for one in found for name, words in one.others.items()},
+        same=sum(one.same for one in found),
+        not_compared=tuple(sorted([*paired.not_compared, *(name for one in found for name in one.not_compared)])),
     )
 
 
@@ -194,6 +194,8 @@ class _Files:
 def _files_at(location: Location) -> _Files:
     entries = entries_at(location)
     main, folder = main_entry(location, entries), folder_at(location)
+    if folder is None:  # its path says nothing about what it is compared with
+        return _Files({"": entries[0]}, "")
     return _Files(
         {name_in(folder, entry.path): entry for entry in entries},
         None if main is None else name_in(folder, main.path),
@@ -212,29 +214,72 @@ class _Paired:
 
 
 def _paired(first: _Files, second: _Files) -> _Paired:
-    mains = first.main is not None and second.main is not None
+    mains = _mains_are_a_pair(first, second)
     one, two = (_by_name(side, mains) for side in (first, second))
     single = len(one) == 1 or len(two) == 1
+    alone = [{name: side[name] for name in side.keys() - other.keys()} for side, other in ((one, two), (two, one))]
 
-    def only(side: Mapping[str, Entry], other: Mapping[str, Entry]) -> list[str]:
-        return [name for name, at in side.items() if name not in other and (at.is_checkpoint or not single)]
+    def only(side: Mapping[str, Entry]) -> list[str]:
+        return [name or str(at.path) for name, at in side.items() if at.is_checkpoint or not single]
 
-    only_first, only_second = only(one, two), only(two, one)
     return _Paired(
         pairs={name: (one[name], two[name]) for name in one if name in two},
-        only_first=only_first,
-        only_second=only_second,
-        not_compared=tuple(sorted((one.keys() ^ two.keys()) - {*only_first, *only_second})),
+        only_first=only(alone[0]),
+        only_second=only(alone[1]),
+        not_compared=tuple(name for side in alone for name, at in side.items() if single and not at.is_checkpoint),
     )
 
 
-def _by_name(files: _Files, both_have_one: bool) -> dict[str, Entry]:
-    """The entries by their paths; that of the main one is empty, if both sides have one."""
-    return {"" if both_have_one and name == files.main else name: entry for name, entry in files.entries.items()}
+def _mains_are_a_pair(first: _Files, second: _Files) -> bool:
+    """Whether the models of both are compared with each other. What has its path on the other side is compared with
+    what is there."""
+    if first.main is None or second.main is None:
+        return False
+    return first.main == second.main or not (first.main in second.entries or second.main in first.entries)
+
+
+def _by_name(files: _Files, mains: bool) -> dict[str, Entry]:
+    """The entries by their paths; that of the main one is empty, if the main ones are a pair."""
+    return {"" if mains and name == files.main else name: entry for name, entry in files.entries.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What two files, directories or models have in common, and what not. Names stand behind the path of the file."""
+
+    only_first: Sequence[str] = ()
+    only_second: Sequence[str] = ()
+    tensors: Sequence[TensorDifference] = ()
+    others: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    same: int = 0
+    not_compared: Sequence[str] = ()
+
+
+def _compare_whole(name: str, one: Entry, two: Entry, *, values: bool) -> _Found:
+    """Compare what nothing is known of but its bytes."""
+    paths = [str(entry.path) for entry in (one, two)]
+    are_files = [*map(os.path.isfile, paths)]
+    if not any(are_files):
+        return _Found(not_compared=[name])
+    if all(are_files) and _same_bytes(*paths, values=values):
+        return _Found(same=1)
+    return _Found(others={name: (_file_in_words(one, values), _file_in_words(two, values))})
+
+
+def _same_bytes(one: str, two: str, *, values: bool) -> bool:
+    """Whether two files have the same size, and the same bytes if values count."""
+    if os.stat(one).st_size != os.stat(two).st_size:
+        return False
+    if not values:
+        return True
+    with read_errors(one), open(one, "rb") as first, read_errors(two), open(two, "rb") as second:
+        while block := first.read(_BLOCK_NBYTES):
+            if second.read(_BLOCK_NBYTES) != block:
+                return False
+        return not second.read(1)
 
 
 def _file_in_words(entry: Entry, values: bool) -> str:
-    """A file of which nothing is known but its bytes."""
     path = Path(str(entry.path))
     if not path.is_file():
         return f"<{entry.kind}>"
@@ -275,16 +320,41 @@ class _Closeness:
         return torch.where(about < _WRAPS_FROM, exact, about) > self.atol + self.rtol * two.double().abs()
 
 
-def _compare_all(
-    names: Sequence[str], one: _Side, two: _Side, closeness: _Closeness | None, progress: Progress | None
-) -> Iterator[TensorDifference | None]:
-    total = sum(one.tensors[name].nbytes for name in names)
+def _compare_contents(
+    pairs: Mapping[str, tuple[_Side, _Side]], closeness: _Closeness | None, progress: Progress | None
+) -> list[_Found]:
+    """Compare what is in files, directories and models, by their paths."""
+    shared = {file: [name for name in one.tensors if name in two.tensors] for file, (one, two) in pairs.items()}
+    total = sum(pairs[file][0].tensors[name].nbytes for file, names in shared.items() for name in names)
     done = 0
-    for name in names:
-        yield _compare(name, one, two, closeness)
-        done += one.tensors[name].nbytes
-        if progress is not None:
-            progress(done, total)
+    found = []
+    for file, (one, two) in pairs.items():
+        tensors = []
+        for name in shared[file]:
+            tensors.append(_compare(name, one, two, closeness))
+            done += one.tensors[name].nbytes
+            if progress is not None:
+                progress(done, total)
+        found.append(_found_in(file, one, two, [tensor for tensor in tensors if tensor is not None]))
+    return found
+
+
+def _found_in(file: str, one: _Side, two: _Side, tensors: Sequence[TensorDifference]) -> _Found:
+    """What is found in a file, of whose tensors these differ."""
+
+    def behind(name: str) -> str:
+        return name_behind(file, name) if file else name
+
+    names = [{*side.tensors, *side.others} for side in (one, two)]
+    others, same = _compare_others(one, two)
+    shared = one.tensors.keys() & two.tensors.keys()
+    return _Found(
+        only_first=[*map(behind, names[0] - names[1])],
+        only_second=[*map(behind, names[1] - names[0])],
+        tensors=[replace(tensor, name=behind(tensor.name)) for tensor in tensors],
+        others={behind(name): words for name, words in others.items()},
+        same=len(shared) - len(tensors) + same,
+    )
 
 
 def _compare_others(one: _Side, two: _Side) -> tuple[dict[str, tuple[str, str]], int]:
@@ -351,26 +421,29 @@ def _largest(one: torch.Tensor, two: torch.Tensor) -> float:
 
 def _opened(
     paired: _Paired, backend: BackendChoice, stack: ExitStack
-) -> tuple[_Side, _Side, dict[str, tuple[Entry, Entry]]]:
+) -> tuple[dict[str, tuple[_Side, _Side]], dict[str, tuple[Entry, Entry]]]:
     """Both sides, and what can only be compared byte by byte, by path.
 
     Raises:
-        UnsupportedContentError: there is one pair, and it can only be loaded whole.
+        UnsupportedContentError: there is one pair, or not a pair of files, and it can only be loaded whole.
     """
     sides: dict[str, tuple[_Side, _Side]] = {}
     whole: dict[str, tuple[Entry, Entry]] = {}
     for name, (one, two) in paired.pairs.items():
         if not (one.is_checkpoint and two.is_checkpoint):
-            whole[name] = one, two
+            whole[name or str(one.path)] = one, two
             continue
         try:
             sides[name] = _opened_entry(one, backend, stack), _opened_entry(two, backend, stack)
         except UnsupportedContentError:
-            if len(paired.pairs) == 1:
+            if len(paired.pairs) == 1 or not (_is_one_file(one) and _is_one_file(two)):
                 raise
             whole[name or str(one.path)] = one, two
-    first, second = (_OfFolder({name: pair[at] for name, pair in sides.items()}) for at in (0, 1))
-    return first, second, whole
+    return sides, whole
+
+
+def _is_one_file(entry: Entry) -> bool:
+    return entry.kind == "checkpoint" and os.path.isfile(str(entry.path))
 
 
 def _opened_entry(entry: Entry, backend: BackendChoice, stack: ExitStack) -> _Side:
@@ -379,24 +452,6 @@ def _opened_entry(entry: Entry, backend: BackendChoice, stack: ExitStack) -> _Si
     if metadata_names(entry.path):
         return _OfDirectory(entry.path, backend, stack)
     return _OfFile(entry.path, backend, stack)
-
-
-class _OfFolder:
-    """All that is in a folder, by the paths of files, or by none for the model in it."""
-
-    def __init__(self, sides: Mapping[str, _Side]) -> None:
-        self._places: dict[str, tuple[_Side, str]] = {}
-        self.tensors: dict[str, TensorInfo] = {}
-        self.others: dict[str, str] = {}
-        for file, side in sides.items():
-            behind = partial(name_behind, file) if file else str
-            self.tensors |= {behind(name): info for name, info in side.tensors.items()}
-            self.others |= {behind(name): text for name, text in side.others.items()}
-            self._places |= {behind(name): (side, name) for name in side.tensors}
-
-    def read(self, name: str) -> torch.Tensor:
-        side, inner = self._places[name]
-        return side.read(inner)
 
 
 class _OfFile:
@@ -422,7 +477,7 @@ class _OfShards:
             side = _OfFile(path, backend, stack)
             check_holds(str(path), side.tensors, expected)
             self.tensors |= {name: info for name, info in side.tensors.items() if name in expected}
-            self.others |= side.others
+            self.others |= {name_behind(name_in(index.parent, path), name): text for name, text in side.others.items()}
             self._side_of |= dict.fromkeys(expected, side)
 
     def read(self, name: str) -> torch.Tensor:

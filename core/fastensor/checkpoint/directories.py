@@ -11,6 +11,8 @@ from fastensor.checkpoint.location import Location, RemotePath, locate
 from fastensor.files import posix
 
 METADATA_NAME = ".metadata"
+BESIDE_SHARDS = "meta.pt"
+"""What Lightning calls the file of everything but model and optimizers, in the directory of a sharded checkpoint."""
 _FILE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 SHARD_NAMES = re.compile(rb"__\d+_(?:[0-9a-f]{16}_)?\d+\.distcp")
 """Names of files with shards, as they stand in a pickle of metadata, which need not be read whole to find them."""
@@ -30,7 +32,7 @@ def metadata_names(location: Location) -> list[str]:
 
     Returns:
         One name; or one for each rank, if ranks have saved without collectives; or none if the location is no directory
-        of a distributed checkpoint.
+        of a distributed checkpoint. What is no file is not among them.
     """
     if not isinstance(location, str | os.PathLike):
         return []
@@ -41,10 +43,8 @@ def metadata_names(location: Location) -> list[str]:
         return [METADATA_NAME] if found.filesystem.isfile(f"{found.path.rstrip('/')}/{METADATA_NAME}") else []
     if not isinstance(found, str) or not os.path.isdir(found):
         return []
-    names = os.listdir(found)
-    if METADATA_NAME in names:
-        return [METADATA_NAME]
-    return sorted(name for name in names if _OF_ONE_RANK.fullmatch(name))
+    names = [name for name in os.listdir(found) if is_metadata_name(name) and os.path.isfile(os.path.join(found, name))]
+    return [METADATA_NAME] if METADATA_NAME in names else sorted(names)
 
 
 def remove_replaced_shards(directory: str) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from fastensor.checkpoint.archive import read_archive
-from fastensor.checkpoint.directories import metadata_names
+from fastensor.checkpoint.directories import SHARD_NAMES, metadata_names
 from fastensor.checkpoint.location import Location, locate
 from fastensor.checkpoint.opened import OpenedFile, container_of, opened, read_exactly
 from fastensor.checkpoint.ordering import wait_to_read_directory
-from fastensor.checkpoint.sharded import files_of, is_index, weights_at
+from fastensor.checkpoint.sharded import WEIGHT_MAP, files_in, is_index, read_json, weights_at
 from fastensor.errors import (
     CorruptCheckpointError,
     EmptyCheckpointError,
@@ -25,13 +25,14 @@ from fastensor.errors import (
 from fastensor.files import new_directory, posix
 from fastensor.stitch.containers import SNIFFED_NBYTES, is_plain_pickle, is_text
 
-OtherKind: TypeAlias = Literal["text", "pickle", "other"]
-"""What a file is that is no checkpoint: a text; a pickle that torch.save did not write; anything else."""
+OtherKind: TypeAlias = Literal["text", "pickle", "link", "other"]
+"""What a file is that is no checkpoint: a text; a pickle that torch.save did not write; a link to a directory that is
+searched under its own path; anything else, such as a link to a directory elsewhere."""
+OTHER_KINDS: frozenset[str] = frozenset(get_args(OtherKind))
 Kind: TypeAlias = Literal["checkpoint", "index", OtherKind]
 _Recognized: TypeAlias = Literal["checkpoint", "foreign", "unknown"]
 _SHARD_SUFFIX = ".distcp"
-_BESIDE_SHARDS = "meta.pt"
-_LEFT_BEHIND = (posix.TEMPORARY_SUFFIX, new_directory.SUFFIX, _SHARD_SUFFIX)
+_LEFT_BEHIND = (posix.TEMPORARY_SUFFIX, new_directory.SUFFIX, new_directory.ASIDE_SUFFIX, _SHARD_SUFFIX)
 """Endings of what a save has left that was killed, or that goes on; and of shards, if no metadata name them, of a
 replaced checkpoint."""
 _OF_CHECKPOINTS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
@@ -48,10 +49,14 @@ class Entry:
     kind: Kind
     """``checkpoint`` is a file of torch or safetensors, or the directory of a distributed checkpoint; ``index`` a model
     in several files, which are no entries of their own."""
+    nbytes: int = 0
+    """Size of a file that is no checkpoint when its folder was searched: it may be gone since."""
+    files: Mapping[Path, Set[str]] = field(default_factory=dict, compare=False)
+    """The files of a model, and the names of the tensors that its index expects in each; empty if it cannot be read."""
 
     @property
     def is_checkpoint(self) -> bool:
-        return self.kind in ("checkpoint", "index")
+        return self.kind not in OTHER_KINDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,9 @@ class Member:
     path: Location
     kind: Kind
     expected: frozenset[str] | None = None
-    """The names of tensors that an index expects in it, if not None."""
+    """The names of tensors that indexes expect in it, if not None."""
+    nbytes: int = 0
+    """As that of the entry."""
 
 
 def folder_at(location: Location) -> Path | None:
@@ -78,8 +85,8 @@ def folder_at(location: Location) -> Path | None:
 def entries_at(location: Location) -> list[Entry]:
     """What a location names: one file, one model, or all that is in a folder and its folders, ordered by path.
 
-    Saves that this process has pending there are waited for. A folder with nothing but texts in it stands for
-    itself: whoever opens it says what is wrong.
+    Saves that this process has pending there are waited for. A folder without a checkpoint stands for itself: whoever
+    opens it says what is wrong. Directories are searched, but not those that a link points to: the link is an entry.
 
     Raises:
         Exception: what such a save has failed with.
@@ -90,11 +97,11 @@ def entries_at(location: Location) -> list[Entry]:
         return [Entry(location, "checkpoint")]
     path = Path(str(locate(location)))
     if is_index(path):
-        return [Entry(path, "index")]
+        return [replace(_index_at(path, 0), kind="index")]
     if os.path.samefile(folder, os.sep):  # all files of a machine are no checkpoint
         return [Entry(location, "checkpoint")]
-    found = [*_entries_in(folder, frozenset(), frozenset())]
-    return found if any(entry.kind != "text" for entry in found) else [Entry(location, "checkpoint")]
+    found = sorted(_entries_below(folder), key=lambda entry: str(entry.path).split(os.sep))
+    return found if any(entry.is_checkpoint for entry in found) else [Entry(location, "checkpoint")]
 
 
 def main_entry(location: Location, entries: Sequence[Entry]) -> Entry | None:
@@ -103,15 +110,19 @@ def main_entry(location: Location, entries: Sequence[Entry]) -> Entry | None:
     if len(entries) == 1:
         return entries[0]
     found = folder_at(location) if metadata_names(location) else weights_at(location)
-    return next((entry for entry in entries if found is not None and entry.path == found), None)
+    return next((entry for entry in entries if entry.is_checkpoint and entry.path == found), None)
 
 
-def members_of(entry: Entry) -> list[Member]:
-    """The files of an entry. An index that cannot be read is the only member of its model."""
-    if entry.kind != "index":
-        return [Member(entry.path, entry.kind)]
-    index = Path(str(entry.path))
-    return [*(Member(file, "checkpoint", names) for file, names in _expected_by(index).items()), Member(index, "index")]
+def members_of(entries: Sequence[Entry]) -> list[Member]:
+    """The files of entries, each of which is read once. An index that cannot be read is the only member of its model.
+    A file that an index names is a checkpoint, whatever else it is: whoever opens it says what is wrong."""
+    expected: dict[str, set[str]] = {}
+    members = {str(entry.path): Member(entry.path, entry.kind, nbytes=entry.nbytes) for entry in entries}
+    for entry in entries:
+        for file, names in entry.files.items():
+            expected.setdefault(str(file), set()).update(names)
+            members[str(file)] = Member(file, "checkpoint", frozenset(expected[str(file)]))
+    return [*members.values()]
 
 
 def name_in(folder: Path | None, path: Location) -> str:
@@ -128,41 +139,58 @@ def name_behind(file: str, name: str) -> str:
     return f"{file}: {name}"
 
 
-def _expected_by(index: Path) -> dict[Path, frozenset[str]]:
-    try:
-        return {file: frozenset(names) for file, names in files_of(index).items()}
-    except (FastensorError, OSError):  # is raised when the index is read by itself
-        return {}
-
-
-def _entries_in(folder: Path, above: frozenset[str], claimed: frozenset[Path]) -> Iterator[Entry]:
-    """
-    Args:
-        folder: is searched.
-        above: the folders that it was reached through, without symlinks: one of them is not entered again.
-        claimed: what belongs to models above.
-    """
-    real = os.path.realpath(folder)
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError:
-        yield Entry(folder, "checkpoint")  # whoever opens it says what is wrong
-        return
-    shards = _shards_among(folder, names)
-    if shards:
-        yield Entry(folder, "checkpoint")
-    indexes = [folder / name for name in names if is_index(folder / name)]
-    claimed |= {folder / name for name in shards}.union(*map(_expected_by, indexes))
-    for name in names:
-        path = folder / name
-        if path in claimed:
+def _entries_below(folder: Path) -> Iterator[Entry]:
+    """What is in a folder and its folders, in no order."""
+    root = Path(os.path.realpath(folder))
+    claimed: set[Path] = set()
+    """The files of models above, and of distributed checkpoints."""
+    folders = [folder]
+    while folders:
+        here = folders.pop()
+        try:
+            names = os.listdir(here)
+        except OSError:
+            yield Entry(here, "checkpoint")  # whoever opens it says what is wrong
             continue
-        if name == _NOT_ENTERED or name.endswith(_LEFT_BEHIND):
-            yield Entry(path, "other")
-        elif not os.path.isdir(path):
-            yield Entry(path, _kind_of(path))
-        elif os.path.realpath(path) not in above | {real}:
-            yield from _entries_in(path, above | {real}, claimed)
+        if shards := _shards_among(here, names):
+            yield Entry(here, "checkpoint")
+        statuses = {here / name: _status_of(here / name) for name in names}
+        files = {path: one.st_size for path, one in statuses.items() if one is not None and stat.S_ISREG(one.st_mode)}
+        indexes = {path: _index_at(path, nbytes) for path, nbytes in files.items() if is_index(path)}
+        yield from indexes.values()
+        claimed.update(here / name for name in shards)
+        claimed.update(*(index.files for index in indexes.values()))
+        deeper = {path for path, status in statuses.items() if _is_searched(path, status)}
+        folders += deeper
+        done = indexes.keys() | deeper | (files.keys() & claimed)
+        found = (_entry_at(path, status, root) for path, status in statuses.items() if path not in done)
+        yield from (entry for entry in found if entry is not None)
+
+
+def _is_searched(path: Path, status: os.stat_result | None) -> bool:
+    """Whether a directory is a folder in a folder."""
+    is_directory = status is not None and stat.S_ISDIR(status.st_mode)
+    return is_directory and not (_is_left(path.name) or path.name == _NOT_ENTERED or path.is_symlink())
+
+
+def _entry_at(path: Path, status: os.stat_result | None, root: Path) -> Entry | None:
+    """What is no index, and no directory that is searched; None if a save has left it, and it is gone."""
+    if status is None:
+        return None if _is_left(path.name) else Entry(path, "checkpoint")  # whoever opens it says what is wrong
+    return Entry(path, _kind_of(path, status, root), 0 if stat.S_ISDIR(status.st_mode) else status.st_size)
+
+
+def _is_left(name: str) -> bool:
+    """Whether a save has left a file, or is writing it."""
+    return name.endswith(_LEFT_BEHIND)
+
+
+def _status_of(path: Path) -> os.stat_result | None:
+    """None if a file is gone since it was listed, or cannot be reached."""
+    try:
+        return path.stat()
+    except OSError:
+        return None
 
 
 def _shards_among(folder: Path, names: Sequence[str]) -> set[str]:
@@ -175,18 +203,38 @@ def _shards_among(folder: Path, names: Sequence[str]) -> set[str]:
     data = b""
     with contextlib.suppress(OSError):  # whoever opens the checkpoint says what is wrong
         data = b"".join((folder / name).read_bytes() for name in metadata)
-    named = {name for name in shards if os.fsencode(name) in data}
-    return {*metadata, *named, *{_BESIDE_SHARDS}.intersection(names)}
+    return {*metadata, *shards.intersection(map(os.fsdecode, SHARD_NAMES.findall(data)))}
 
 
-def _kind_of(path: Path) -> Kind:
-    """What a file is. A file that cannot be opened counts as a checkpoint: whoever opens it says what is wrong."""
-    if is_index(path):
-        return "index"
+def _index_at(path: Path, nbytes: int) -> Entry:
+    """The model of an index. One that cannot be read is an index, too: it is raised when the index is read by itself.
+    A JSON object of anything else is a text."""
+    try:
+        index = read_json(path)
+        return (
+            Entry(path, "index", nbytes, files_in(path, index)) if WEIGHT_MAP in index else Entry(path, "text", nbytes)
+        )
+    except (FastensorError, OSError):
+        return Entry(path, "index", nbytes)
+
+
+def _kind_of(path: Path, status: os.stat_result, root: Path) -> Kind:
+    """What is no index, and no directory that is searched. A file that cannot be opened counts as a checkpoint: whoever
+    opens it says what is wrong.
+
+    Args:
+        path: of it.
+        status: of it, or of what it links to.
+        root: the folder that is searched, without symlinks.
+    """
+    if _is_left(path.name) or path.name == _NOT_ENTERED:
+        return "other"
+    if stat.S_ISDIR(status.st_mode):
+        return "link" if Path(os.path.realpath(path)).is_relative_to(root) else "other"
+    if not stat.S_ISREG(status.st_mode):
+        return "other"
     suffix = path.suffix.lower()
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            return "other"
         with opened(path) as file:
             start = read_exactly(file, 0, min(SNIFFED_NBYTES, file.nbytes))
             return _kind_by(suffix, start, "unknown" if suffix in _OF_CHECKPOINTS else _recognized(file))

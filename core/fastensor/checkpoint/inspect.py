@@ -9,8 +9,17 @@ from pathlib import Path
 from typing import Literal, cast
 
 from fastensor.checkpoint.catalog import Catalog, TensorInfo, read_catalog, ties_in
-from fastensor.checkpoint.directories import metadata_names
-from fastensor.checkpoint.folders import Entry, OtherKind, entries_at, folder_at, main_entry, name_behind, name_in
+from fastensor.checkpoint.directories import metadata_names, nbytes_in_directory
+from fastensor.checkpoint.folders import (
+    OTHER_KINDS,
+    Entry,
+    OtherKind,
+    entries_at,
+    folder_at,
+    main_entry,
+    name_behind,
+    name_in,
+)
 from fastensor.checkpoint.foreign_code import refused_globals
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.opened import container_of, opened
@@ -55,8 +64,8 @@ class Inspection:
     of."""
     files: Mapping[str, Inspection] = field(default_factory=dict)
     """What each file in a folder holds, by its path in the folder; empty if there is but one. Files that are no
-    checkpoints are among them (``text``, ``pickle``, ``other``). Of those that can only be loaded whole, ``metadata``
-    says so."""
+    checkpoints are among them (``text``, ``pickle``, ``link``, ``other``). Of those that can only be loaded whole,
+    ``metadata`` says so."""
 
     __repr__ = record_repr
 
@@ -132,9 +141,7 @@ def inspect_all(path: Location) -> tuple[Inspection, list[Exception]]:
         name = name_in(folder, entry.path)
         main_name = name if entry is main else main_name
         try:
-            files[name] = _inspect_entry(entry) if entry.is_checkpoint else _named(entry)
-        except UnsupportedContentError as error:
-            files[name] = replace(_named(entry), metadata={"not listed": str(error)})
+            files[name] = _inspect_or_name(entry)
         except (CorruptCheckpointError, NotACheckpointError, OSError) as error:
             failures.append(error)
     return _joined(name_of(path), files, main_name), failures
@@ -150,19 +157,28 @@ def _inspect_entry(entry: Entry) -> Inspection:
     return _inspect_file(entry.path)
 
 
-def _named(entry: Entry) -> Inspection:
-    """A file of which nothing but its size is listed."""
-    nbytes = os.stat(str(entry.path)).st_size
-    return Inspection(str(entry.path), _container_of(entry), nbytes, False, (), {}, {}, (), (), 0)
+def _inspect_or_name(entry: Entry) -> Inspection:
+    """What an entry of a folder holds; of what is no checkpoint, or can only be loaded whole, nothing but its size."""
+    if entry.kind != "checkpoint" and entry.kind != "index":
+        return _named(entry, entry.kind, entry.nbytes)
+    try:
+        return _inspect_entry(entry)
+    except UnsupportedContentError as error:
+        return replace(_not_listed(entry), metadata={"not listed": str(error)})
 
 
-def _container_of(entry: Entry) -> Container | Literal["huggingface"] | OtherKind:
+def _not_listed(entry: Entry) -> Inspection:
+    where = str(entry.path)
     if entry.kind == "index":
-        return "huggingface"
-    if entry.kind != "checkpoint":
-        return entry.kind
+        return _named(entry, "huggingface", sum(os.stat(file).st_size for file in entry.files))
+    if metadata_names(entry.path):
+        return _named(entry, "dcp", nbytes_in_directory(where))
     with opened(entry.path) as file:
-        return container_of(file)
+        return _named(entry, container_of(file), file.nbytes)
+
+
+def _named(entry: Entry, container: Container | Literal["dcp", "huggingface"] | OtherKind, nbytes: int) -> Inspection:
+    return Inspection(str(entry.path), container, nbytes, False, (), {}, {}, (), (), 0)
 
 
 def _joined(path: str, files: Mapping[str, Inspection], main: str) -> Inspection:
@@ -173,7 +189,7 @@ def _joined(path: str, files: Mapping[str, Inspection], main: str) -> Inspection
         files: in it.
         main: the one whose names need no path in front of them; empty if there is none.
     """
-    checkpoints = {name: one for name, one in files.items() if one.container not in ("text", "pickle", "other")}
+    checkpoints = {name: one for name, one in files.items() if one.container not in OTHER_KINDS}
     if [*checkpoints] == [main]:
         return replace(checkpoints[main], files=files)
     named = [one if name == main else _behind(name, one) for name, one in checkpoints.items()]
@@ -183,7 +199,7 @@ def _joined(path: str, files: Mapping[str, Inspection], main: str) -> Inspection
         path=path if model is None else model.path,
         container="folder" if model is None else model.container,
         nbytes=sum(one.nbytes for one in named),
-        checked=all(one.checked for one in named),
+        checked=bool(named) and all(one.checked for one in named),
         tensors=tuple(tensor for one in named for tensor in one.tensors),
         others={name: text for one in named for name, text in one.others.items()},
         metadata={name: text for one in named for name, text in one.metadata.items()},
@@ -247,8 +263,9 @@ def _inspect_sharded(index: Path) -> Inspection:
     for path, expected in expected_of.items():
         found = {tensor.name: tensor for tensor in files[path].tensors}
         check_holds(str(path), found, expected)
-        tensors += [replace(one, part=path.name) for one in found.values() if one.name in expected]
-        others |= {f"{path.name}: {name}": text for name, text in files[path].others.items()}
+        shard = name_in(index.parent, path)
+        tensors += [replace(one, part=shard) for one in found.values() if one.name in expected]
+        others |= {name_behind(shard, name): text for name, text in files[path].others.items()}
     return Inspection(
         path=str(index),
         container="huggingface",

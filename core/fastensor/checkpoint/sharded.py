@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,12 +25,15 @@ from fastensor.files.os_errors import kept_at, read_errors, write_errors
 from fastensor.stitch.containers import SNIFFED_NBYTES, refuse_foreign
 
 INDEX_SUFFIX = ".index.json"
+WEIGHT_MAP = "weight_map"
 WHOLE = ("model.safetensors", "pytorch_model.bin")
 """What ``save_pretrained`` and ``Accelerator.save_model`` call the file of a model that is not sharded."""
 SHARD_NBYTES = 5_000_000_000
 """The largest shard that ``save_pretrained`` writes by default."""
 _INDEX = f"{WHOLE[0]}{INDEX_SUFFIX}"
 _INDEX_NAME = re.compile(r".*\.index(\.[^.]+)?\.json", re.DOTALL)
+_INDEX_MOST_NBYTES = 1 << 28
+"""A larger file is no index, and would take a multiple of its size in memory."""
 _SHARD = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
 """The names of shards that are written here."""
 
@@ -131,10 +135,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         CorruptCheckpointError: it holds something else.
-        NotACheckpointError: it is known what, such as a page that a server has sent.
+        NotACheckpointError: it is known what, such as a page that a server has sent; or it is a pipe or a device.
     """
     with read_errors(str(path), "cannot read the index"):
-        text = path.read_bytes()
+        text = _read_index(path)
     try:
         index = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -152,17 +156,51 @@ def files_of(index: Path) -> dict[Path, set[str]]:
     Raises:
         CorruptCheckpointError: it is no index, or names a file that is not in its folder.
     """
-    names = read_json(index).get("weight_map")
+    return files_in(index, read_json(index))
+
+
+def files_in(index: Path, contents: Mapping[str, Any]) -> dict[Path, set[str]]:
+    """:func:`files_of`, for an index that has been read."""
+    names = contents.get(WEIGHT_MAP)
     if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
         raise CorruptCheckpointError(
-            f"{index}: expected 'weight_map', an object from names of tensors to names of files"
+            f"{index}: expected {WEIGHT_MAP!r}, an object from names of tensors to names of files"
         )
     files: dict[Path, set[str]] = {}
     for name, file in names.items():
-        if file.startswith("/") or ".." in file.split("/"):
+        if not _is_in_folder(file):
             raise CorruptCheckpointError(f"{index}: expected names of files in its folder, found {file!r}")
         files.setdefault(index.parent / file, set()).add(name)
     return files
+
+
+def _is_in_folder(name: str) -> bool:
+    """Whether a name can be that of a file in a folder, or in a folder of it.
+
+    >>> [name for name in ("a", "b/a", "b/../a", "/a", "a\\0", "\\ud800", ".") if _is_in_folder(name)]
+    ['a', 'b/a']
+    """
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return Path(name) != Path() and not name.startswith("/") and ".." not in name.split("/") and "\0" not in name
+
+
+def _read_index(path: Path) -> bytes:
+    """
+    Raises:
+        CorruptCheckpointError: the file is larger than any index.
+        NotACheckpointError: it is no file, so that reading it may not end.
+    """
+    status = path.stat()
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # opening a directory says what is wrong
+        raise NotACheckpointError(f"{path}: expected the index of a model, found a pipe, a socket or a device")
+    if status.st_size > _INDEX_MOST_NBYTES:
+        raise CorruptCheckpointError(
+            f"{path}: the index has {status.st_size} bytes, expected {_INDEX_MOST_NBYTES} at most"
+        )
+    return path.read_bytes()
 
 
 def write_sharded(

@@ -15,8 +15,18 @@ from typing import Literal, TypeVar, cast
 from fastensor.backends import registry
 from fastensor.checkpoint.archive import read_archive, verify_compressed
 from fastensor.checkpoint.catalog import read_catalog
-from fastensor.checkpoint.directories import metadata_names, nbytes_in_directory
-from fastensor.checkpoint.folders import Member, OtherKind, entries_at, folder_at, members_of, name_in
+from fastensor.checkpoint.directories import BESIDE_SHARDS, metadata_names, nbytes_in_directory
+from fastensor.checkpoint.folders import (
+    OTHER_KINDS,
+    Entry,
+    Member,
+    OtherKind,
+    entries_at,
+    folder_at,
+    main_entry,
+    members_of,
+    name_in,
+)
 from fastensor.checkpoint.foreign_code import foreign_code
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.opened import OpenedFile, container_of, opened, read_exactly
@@ -24,7 +34,7 @@ from fastensor.checkpoint.progress import Progress, reporting, tell_part
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import PartReader, extents_of
 from fastensor.checkpoint.safetensors_file import read_header
-from fastensor.checkpoint.sharded import check_holds, files_of, is_index, weights_at
+from fastensor.checkpoint.sharded import check_holds, files_of
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.files.arguments import checks_keywords
 from fastensor.files.shown import record_repr, without_secrets
@@ -54,7 +64,8 @@ class VerifyReport:
     compared_bytes: int
     """Size of these parts."""
     uncompared: int
-    """How many parts carry no checksum. A file that is neither a checkpoint nor a text counts as one."""
+    """How many parts carry no checksum. What is neither a checkpoint, nor a text, nor a link to a directory in the
+    folder, counts as one."""
     seconds: float
     damage: tuple[Damage, ...] = ()
     """The parts that do not match."""
@@ -63,12 +74,12 @@ class VerifyReport:
     needs. Checksums say nothing about them. Not looked for in a damaged file."""
     not_compared: tuple[str, ...] = ()
     """The files of a folder that were not compared, or not wholly: their paths in it. Texts, such as ``config.json``,
-    are among them, though they do not make the report incomplete."""
+    and links to directories in the folder are among them, though they do not make the report incomplete."""
 
     @property
     def is_of_checkpoint(self) -> bool:
         """Whether this is not only the name of a file that is no checkpoint."""
-        return self.container not in ("index", "text", "pickle", "other")
+        return self.container not in ("index", *OTHER_KINDS)
 
     __repr__ = record_repr
 
@@ -122,7 +133,8 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
         path: a file of torch or of safetensors, written by Fastensor or not, as for :func:`fastensor.load`; or
             ``*.index.json`` of a model in several files; or a folder of this machine, of which all is read, with its
             folders: models, states of Accelerate, checkpoints of a Trainer, checkpoints of
-            ``torch.distributed.checkpoint``; or the directory of one of these at a URL.
+            ``torch.distributed.checkpoint``; or the directory of one of these at a URL. Links to files are
+            followed, links to directories are not.
         backend: as for :func:`fastensor.load`.
         progress: called after every few MiB with the bytes done and the bytes to do.
 
@@ -141,7 +153,7 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
         CorruptCheckpointError: the structure of a file is damaged, or it lacks a tensor that the index of its model
             expects in it.
         NotACheckpointError: the file is something else than a checkpoint; or one in a folder is, whose name ends in
-            ``.ckpt``, ``.pt``, ``.pth``, ``.bin`` or ``.safetensors``.
+            ``.ckpt``, ``.pt``, ``.pth``, ``.bin`` or ``.safetensors``, and which is no pickle either.
         CheckpointReadError: the operating system, or the remote filesystem, failed to deliver the bytes; or there is
             no checkpoint in the folder.
 
@@ -154,15 +166,24 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
     """
     check_choice(backend)
     with reporting(progress) as tell:
-        members = members_at(path)
+        entries = entries_at(path)
+        members = _members_of(entries)
         if len(members) == 1:
             return verify_member(members[0], backend, tell)
-        return _verify_each(path, members, backend, tell)
+        return _verify_each(path, _empty_report(path, entries), members, backend, tell)
 
 
 def members_at(path: Location) -> list[Member]:
     """The files that :func:`verify` reads one by one, and those that it names only."""
-    return [member for entry in entries_at(path) for member in members_of(entry)]
+    return _members_of(entries_at(path))
+
+
+def _members_of(entries: Sequence[Entry]) -> list[Member]:
+    """The files of entries, but for those that are read with a distributed checkpoint."""
+    if len(entries) == 1:
+        return members_of(entries)
+    beside = {Path(str(entry.path)) / BESIDE_SHARDS for entry in entries if metadata_names(entry.path)}
+    return members_of([entry for entry in entries if entry.path not in beside])
 
 
 def verify_member(member: Member, backend: BackendChoice, progress: Progress) -> VerifyReport:
@@ -172,9 +193,8 @@ def verify_member(member: Member, backend: BackendChoice, progress: Progress) ->
     where = str(member.path)
     if member.kind == "index":
         files_of(Path(where))
-    nbytes = 0 if os.path.isdir(where) else os.stat(where).st_size
-    uncompared = 0 if member.kind in ("index", "text") else 1
-    return VerifyReport(where, member.kind, nbytes, 0, 0, uncompared, 0.0)
+    uncompared = 0 if member.kind in ("index", "text", "link") else 1
+    return VerifyReport(where, member.kind, member.nbytes, 0, 0, uncompared, 0.0)
 
 
 def verify_part(path: Location, expected: Set[str] | None, backend: BackendChoice, progress: Progress) -> VerifyReport:
@@ -182,10 +202,11 @@ def verify_part(path: Location, expected: Set[str] | None, backend: BackendChoic
 
     Args:
         path: one of those that :func:`fastensor.checkpoint.sharded.files_at` gives.
-        expected: the names of tensors that the file must hold, if not None. Legacy files do not say what they hold.
+        expected: the names of tensors that the file must hold, if not None; a distributed checkpoint is no such file.
+            Legacy files do not say what they hold.
         backend, progress: as there.
     """
-    if metadata_names(path):
+    if expected is None and metadata_names(path):
         from fastensor.checkpoint.dcp.catalog import verify_directory  # loads torch.distributed.checkpoint
 
         return verify_directory(cast(str, path), backend, progress)
@@ -196,11 +217,13 @@ def verify_part(path: Location, expected: Set[str] | None, backend: BackendChoic
         return report
 
 
-def _verify_each(path: Location, members: Sequence[Member], backend: BackendChoice, progress: Progress) -> VerifyReport:
+def _verify_each(
+    path: Location, empty: VerifyReport, members: Sequence[Member], backend: BackendChoice, progress: Progress
+) -> VerifyReport:
     """One report of the files of a model, or of a folder."""
     started = time.perf_counter()
     folder = folder_at(path)
-    joined = _empty_report(path)
+    reports: list[tuple[str, VerifyReport]] = []
     failures: list[Exception] = []
     named = ((member, progress) for member in members if member.kind != "checkpoint")
     read = [member for member in members if member.kind == "checkpoint"]
@@ -212,8 +235,8 @@ def _verify_each(path: Location, members: Sequence[Member], backend: BackendChoi
         except (CorruptCheckpointError, NotACheckpointError, UnsupportedContentError, OSError) as error:
             failures.append(error)
             continue
-        joined = _with_file(joined, report, name_in(folder, member.path))
-    joined = replace(joined, seconds=time.perf_counter() - started, not_compared=tuple(sorted(joined.not_compared)))
+        reports.append((name_in(folder, member.path), report))
+    joined = replace(_joined(empty, reports), seconds=time.perf_counter() - started)
     if joined.damage:
         failures.insert(0, DamagedCheckpointError(joined))
     if not failures:
@@ -225,11 +248,11 @@ def _verify_each(path: Location, members: Sequence[Member], backend: BackendChoi
     raise first
 
 
-def _empty_report(path: Location) -> VerifyReport:
+def _empty_report(path: Location, entries: Sequence[Entry]) -> VerifyReport:
     """The report of a model or folder of which nothing was read."""
-    weights = weights_at(path)
-    if weights is not None and is_index(weights):
-        return VerifyReport(str(weights), "huggingface", 0, 0, 0, 0, 0.0)
+    main = main_entry(path, entries)
+    if main is not None and main.kind == "index":
+        return VerifyReport(str(main.path), "huggingface", 0, 0, 0, 0, 0.0)
     return VerifyReport(name_of(path), "dcp" if metadata_names(path) else "folder", 0, 0, 0, 0, 0.0)
 
 
@@ -256,16 +279,17 @@ def _nbytes_of(path: Path) -> int:
         return 0
 
 
-def _with_file(joined: VerifyReport, report: VerifyReport, name: str) -> VerifyReport:
+def _joined(empty: VerifyReport, reports: Sequence[tuple[str, VerifyReport]]) -> VerifyReport:
+    """The report of the files of a folder, from those of each by its path there."""
     return replace(
-        joined,
-        nbytes=joined.nbytes + report.nbytes * report.is_of_checkpoint,
-        compared=joined.compared + report.compared,
-        compared_bytes=joined.compared_bytes + report.compared_bytes,
-        uncompared=joined.uncompared + report.uncompared,
-        damage=(*joined.damage, *(replace(one, part=f"{name}: {one.part}") for one in report.damage)),
-        code=tuple(dict.fromkeys((*joined.code, *report.code))),
-        not_compared=(*joined.not_compared, *_not_compared(report, name)),
+        empty,
+        nbytes=sum(report.nbytes for _, report in reports if report.is_of_checkpoint),
+        compared=sum(report.compared for _, report in reports),
+        compared_bytes=sum(report.compared_bytes for _, report in reports),
+        uncompared=sum(report.uncompared for _, report in reports),
+        damage=tuple(replace(one, part=f"{name}: {one.part}") for name, report in reports for one in report.damage),
+        code=tuple(dict.fromkeys(name for _, report in reports for name in report.code)),
+        not_compared=tuple(sorted(one for name, report in reports for one in _not_compared(report, name))),
     )
 
 

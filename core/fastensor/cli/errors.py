@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import typer
 
-from fastensor.cli.output import FAILED, USAGE, print_json
+from fastensor.cli.output import FAILED, USAGE, print_json, printable
 from fastensor.errors import FastensorError, UnknownBackendError
 
 _FLAGS: dict[str, str | Callable[[re.Match[str]], str]] = {
@@ -53,7 +53,8 @@ def status_of(error: Exception) -> int:
 def print_error(message: str, *, json: bool = False) -> None:
     """Print a message of the library to standard error; and for programs that want JSON, that to standard output."""
     message = in_flags(message)
-    print(f"fastensor: {message}", file=sys.stderr)
+    lines = map(printable, message.split("\n"))  # names of files may hold what a terminal would act on
+    print("fastensor: " + "\n".join(lines), file=sys.stderr)
     if json:
         with suppress(OSError):  # the message may be that standard output cannot be written
             print_json({"error": message})

@@ -15,7 +15,7 @@ from fastensor.checkpoint.catalog import TensorInfo
 from fastensor.checkpoint.dcp.items import Item, ItemReader, is_safetensors, items_by_file
 from fastensor.checkpoint.dcp.metadata import chunks_in, has_seal, read_metadata
 from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
-from fastensor.checkpoint.directories import metadata_names
+from fastensor.checkpoint.directories import BESIDE_SHARDS, metadata_names
 from fastensor.checkpoint.foreign_code import foreign_code
 from fastensor.checkpoint.inspect import Inspection
 from fastensor.checkpoint.opened import OpenedFile, opened
@@ -26,9 +26,6 @@ from fastensor.errors import CheckpointReadError, CorruptCheckpointError, NotACh
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.parts import Damage
 from fastensor.stitch.pickle_records import UnknownGlobal, UnknownObject, all_in
-
-_BESIDE = "meta.pt"
-"""What Lightning calls the file of everything but model and optimizers, in the directory of a sharded checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +157,12 @@ class _DirectoryComparison:
     def compare_file(self, directory: LocalDirectory | RemoteDirectory) -> int:
         """Compare the file of Lightning beside the shards. Returns its size; 0 if there is none."""
         try:
-            report = verify(directory.name_of(_BESIDE))
+            report = verify(directory.name_of(BESIDE_SHARDS))
         except FileNotFoundError:
             return 0
         except DamagedCheckpointError as error:
             report = error.report
-        self._add_report(report, _BESIDE, _BESIDE, 0)
+        self._add_report(report, BESIDE_SHARDS, BESIDE_SHARDS, 0)
         return report.nbytes
 
     def _compare_records(self, reader: ItemReader, item: Item, title: str) -> None:
