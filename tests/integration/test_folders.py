@@ -329,11 +329,16 @@ def test_what_is_no_index_of_a_model_is_a_text(tmp_path: Path, capsys: Any) -> N
 
 def test_two_indexes_of_the_same_files(tmp_path: Path) -> None:
     fastensor.save_sharded({f"w{number}": torch.randn(100) for number in range(2)}, tmp_path, shard_nbytes=400)
-    alone = fastensor.verify(tmp_path)
+    alone, listed = fastensor.verify(tmp_path), fastensor.inspect(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     shutil.copy(index, tmp_path / "model.safetensors.index.fp16.json")
     report = fastensor.verify(tmp_path)
     assert (report.nbytes, report.compared) == (alone.nbytes, alone.compared)
+    found = fastensor.inspect(tmp_path)
+    assert (found.tensors, found.nbytes, found.memory_bytes) == (listed.tensors, listed.nbytes, listed.memory_bytes)
+    (tmp_path / "model.safetensors.index.fp16.json").unlink()
+    write_index(tmp_path / "some.index.json", {"w0": "model-00001-of-00002.safetensors"})
+    assert fastensor.verify(tmp_path).compared == alone.compared, "each file is read once"
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0.metadata", "m.index.json"])

@@ -15,7 +15,7 @@ from fastensor.checkpoint.directories import SHARD_NAMES, metadata_names
 from fastensor.checkpoint.location import Location, locate
 from fastensor.checkpoint.opened import OpenedFile, container_of, opened, read_exactly
 from fastensor.checkpoint.ordering import wait_to_read_directory
-from fastensor.checkpoint.sharded import WEIGHT_MAP, files_in, is_index, read_json, weights_at
+from fastensor.checkpoint.sharded import WEIGHT_MAP, files_in, find_weights, is_index, read_json, weights_at
 from fastensor.errors import (
     CorruptCheckpointError,
     EmptyCheckpointError,
@@ -156,7 +156,7 @@ def _entries_below(folder: Path) -> Iterator[Entry]:
             yield Entry(here, "checkpoint")
         statuses = {here / name: _status_of(here / name) for name in names}
         files = {path: one.st_size for path, one in statuses.items() if one is not None and stat.S_ISREG(one.st_mode)}
-        indexes = {path: _index_at(path, nbytes) for path, nbytes in files.items() if is_index(path)}
+        indexes = _without_copies(here, {path: _index_at(path, files[path]) for path in files if is_index(path)})
         yield from indexes.values()
         claimed.update(here / name for name in shards)
         claimed.update(*(index.files for index in indexes.values()))
@@ -216,6 +216,17 @@ def _index_at(path: Path, nbytes: int) -> Entry:
         )
     except (FastensorError, OSError):
         return Entry(path, "index", nbytes)
+
+
+def _without_copies(folder: Path, indexes: Mapping[Path, Entry]) -> dict[Path, Entry]:
+    """The indexes in a folder. One that names the same tensors in the same files as another, such as that of a variant,
+    is a text, so that a model counts once; that of the folder's model is none."""
+    weights = find_weights(folder) if len(indexes) > 1 else None
+    found: dict[Path, Entry] = {}
+    for path, entry in sorted(indexes.items(), key=lambda item: (item[0] != weights, item[0].name)):
+        is_copy = bool(entry.files) and any(entry.files == other.files for other in found.values())
+        found[path] = Entry(path, "text", entry.nbytes) if is_copy else entry
+    return found
 
 
 def _kind_of(path: Path, status: os.stat_result, root: Path) -> Kind:

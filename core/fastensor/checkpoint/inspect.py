@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from fastensor.checkpoint.catalog import Catalog, TensorInfo, read_catalog, ties_in
 from fastensor.checkpoint.directories import metadata_names, nbytes_in_directory
@@ -23,7 +23,7 @@ from fastensor.checkpoint.folders import (
 from fastensor.checkpoint.foreign_code import refused_globals
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.opened import container_of, opened
-from fastensor.checkpoint.sharded import check_holds, files_of, read_json
+from fastensor.checkpoint.sharded import check_holds, files_in, read_json
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.files.arguments import checks_keywords
 from fastensor.files.shown import record_repr, without_secrets
@@ -256,7 +256,8 @@ def _inspect_sharded(index: Path) -> Inspection:
     Raises:
         CorruptCheckpointError: a file does not hold what the index expects there.
     """
-    expected_of = files_of(index)
+    contents = read_json(index)
+    expected_of = files_in(index, contents)
     files = {path: _inspect_file(path) for path in expected_of}
     tensors: list[TensorInfo] = []
     others: dict[str, str] = {}
@@ -273,13 +274,13 @@ def _inspect_sharded(index: Path) -> Inspection:
         checked=all(one.checked for one in files.values()),
         tensors=tuple(tensors),
         others=others,
-        metadata={"files": str(len(files)), **_metadata_of(index)},
+        metadata={"files": str(len(files)), **_metadata_in(contents)},
         refused=tuple(dict.fromkeys(name for one in files.values() for name in one.refused)),
         ties=tuple(group for one in files.values() for group in one.ties),
         memory_bytes=sum(one.memory_bytes for one in files.values()),
     )
 
 
-def _metadata_of(index: Path) -> dict[str, str]:
-    found = read_json(index).get("metadata")
+def _metadata_in(index: Mapping[str, Any]) -> dict[str, str]:
+    found = index.get("metadata")
     return {str(name): str(text) for name, text in found.items()} if isinstance(found, dict) else {}
