@@ -139,6 +139,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     with read_errors(str(path), "cannot read the index"):
         text = _read_index(path)
+    return _parsed(path, text)
+
+
+def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     try:
         index = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -321,9 +325,16 @@ def _names(count: int, used: set[str]) -> list[str]:
 
 
 def _used_in(folder: str) -> set[str]:
-    """The names of the files that the index in a folder names; none if there is no index that can be read."""
+    """The names of the files that the index in a folder names; none if there is no index, or it is damaged.
+
+    Raises:
+        CheckpointWriteError: the operating system failed to deliver it: which files must be kept is not known.
+    """
+    index = Path(folder, _INDEX)
     with contextlib.suppress(FileNotFoundError, CorruptCheckpointError, NotACheckpointError):
-        return {file.name for file in files_of(Path(folder, _INDEX))}
+        with write_errors(folder, "cannot save: the index that is there cannot be read", partial(kept_at, folder)):
+            text = _read_index(index)
+        return {file.name for file in files_in(index, _parsed(index, text))}
     return set()
 
 
