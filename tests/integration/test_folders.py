@@ -353,6 +353,13 @@ def test_pipes_and_devices_are_not_read(tmp_path: Path, capsys: Any, name: str) 
         fastensor.verify(tmp_path / "n.index.json")
 
 
+def test_metadata_that_cannot_be_reached_are_metadata(tmp_path: Path, capsys: Any) -> None:
+    fastensor.save(WEIGHTS, tmp_path / "sound.pt")
+    (tmp_path / ".metadata").symlink_to("gone")
+    status, found = statuses(capsys, tmp_path)
+    assert (status, found["."], found["sound.pt"]) == (FAILED, "unreadable", "intact")
+
+
 def test_the_size_of_an_index_is_bounded(tmp_path: Path, capsys: Any) -> None:
     fastensor.save(WEIGHTS, tmp_path / "sound.pt")
     with (tmp_path / "m.index.json").open("wb") as file:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 
 from fastensor.checkpoint.location import Location, RemotePath, locate
 from fastensor.files import posix
@@ -43,8 +44,16 @@ def metadata_names(location: Location) -> list[str]:
         return [METADATA_NAME] if found.filesystem.isfile(f"{found.path.rstrip('/')}/{METADATA_NAME}") else []
     if not isinstance(found, str) or not os.path.isdir(found):
         return []
-    names = [name for name in os.listdir(found) if is_metadata_name(name) and os.path.isfile(os.path.join(found, name))]
+    names = [name for name in os.listdir(found) if is_metadata_name(name) and _may_be_file(os.path.join(found, name))]
     return [METADATA_NAME] if METADATA_NAME in names else sorted(names)
+
+
+def _may_be_file(path: str) -> bool:
+    """Whether this is no pipe, device or directory. If it cannot be told, whoever opens it says why."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:
+        return True
 
 
 def remove_replaced_shards(directory: str) -> None:
