@@ -316,7 +316,8 @@ def test_removing_a_state_ends_at_the_nth_call(tmp_path: Path, code: int | None)
 def test_what_a_script_has_written_stays_whichever_call_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, same: bool, exchanges: bool
 ) -> None:
-    """It is part of the state, or where the script has put it. Of files of one name, the state's counts."""
+    """A file that the script has written is part of the state, or stays where the script has put it. Of two files of
+    one name, that of the state counts."""
     if not exchanges:
         monkeypatch.setattr(posix, "exchange", lambda one, two: False)
     mine = {"mine": "mine", "deep/deeper/mine": "mine", **({"model.safetensors": "mine"} if same else {})}
@@ -354,7 +355,8 @@ def test_an_empty_directory_of_the_script_is_no_state_when_publishing_fails(
 
 @pytest.mark.parametrize("call", ["load", "prepare"])
 def test_another_process_comes_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """It takes nothing for a leftover: the old state is needed if the second rename fails."""
+    """The cleaning takes no state that was set aside for a leftover: the old state is needed if the second rename
+    fails."""
     monkeypatch.setattr(posix, "exchange", lambda one, two: False)
     monkeypatch.setattr(directories, "_RENAME_SECONDS", 0)
     state = named(tmp_path)

@@ -116,7 +116,7 @@ def _save_shards(rank: int, folder: Path, port: int) -> None:
 
 
 def test_states_of_fsdp(tmp_path: Path, capsys: Any) -> None:
-    """Of two processes: shards in folders of their own, random states of each."""
+    """The state of two processes has shards in folders of their own, and random states of each process."""
     run_ranks(_save_shards, 2, tmp_path, free_port())
     for name in ("ours", "stock"):
         found = {str(path.relative_to(tmp_path / name)) for path in files_below(tmp_path / name)}

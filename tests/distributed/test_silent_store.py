@@ -77,7 +77,7 @@ def test_a_call_that_does_not_return_is_left_alone() -> None:
 
 
 class WaitedFor(Future[int]):
-    """It is waited for, even if the call has returned."""
+    """A result that is waited for, even if its call has returned already."""
 
     def result(self, timeout: float | None = None) -> int:
         Lock().acquire(timeout=-1 if timeout is None else timeout)  # an error if nobody can wait so long
@@ -172,7 +172,7 @@ def _agree(rank: int, folder: Path, pid: int) -> None:
 
 
 def test_an_agreement_that_has_ended(tmp_path: Path, store: tuple[int, int]) -> None:
-    """Nobody waits for it, nor talks in the script's own process group in its place."""
+    """An agreement that has ended waits for nobody, and does not talk in the script's own process group instead."""
     run(_end, tmp_path, store)
 
 

@@ -553,7 +553,7 @@ def test_a_name_that_is_renamed_twice(capsys: Any, tmp_path: Path, tensors: Path
 
 
 def test_one_message_names_all_that_a_conversion_needs(capsys: Any, tmp_path: Path) -> None:
-    """Of a checkpoint of Lightning; and of one whose tensors share memory, too."""
+    """The checkpoint is Lightning's; a second one has tensors that share memory, too."""
     base = torch.arange(100.0)
     lightning = {"epoch": 3, "state_dict": {"a": base}, "optimizer_states": [{"state": {0: {"exp_avg": base + 1}}}]}
     fastensor.save(lightning, tmp_path / "x.ckpt")

@@ -193,7 +193,7 @@ def test_a_load_that_fails_at_its_end_is_not_measured(
 
 
 def test_a_load_whose_objects_fail_is_not_measured(selector: Selector, tmp_path: Path) -> None:
-    """They are made of bytes that were read."""
+    """The objects are made of bytes that were read."""
     fastensor.save({**STATE, "z": _Refuses()}, tmp_path / "x")
     with pytest.raises((ZeroDivisionError, fastensor.FastensorError)):
         fastensor.load(tmp_path / "x", weights_only=False)

@@ -201,7 +201,7 @@ def verify_part(path: Location, expected: Set[str] | None, backend: BackendChoic
     """:func:`verify` for a file or a distributed checkpoint.
 
     Args:
-        path: one of those that :func:`fastensor.checkpoint.sharded.files_at` gives.
+        path: of one of :func:`members_at`.
         expected: the names of tensors that the file must hold, if not None; a distributed checkpoint is no such file.
             Legacy files do not say what they hold.
         backend, progress: as there.

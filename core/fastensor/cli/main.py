@@ -31,9 +31,8 @@ class _Group(TyperGroup):
     """Runs the command, and leaves with its status."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
-        with output_errors(
-            _NAME
-        ):  # here it prints help and the version; Typer has a status of its own for a closed pipe
+        # Here it prints help and the version. Typer has a status of its own for a closed pipe.
+        with output_errors(_NAME):
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: Any) -> Any:

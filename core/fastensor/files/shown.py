@@ -37,7 +37,7 @@ def shown(describe: Callable[[Any], str]) -> Callable[[Any], str]:
         try:
             what = describe(self)
         except AttributeError as error:
-            what = f", {error}" if vars(self) else ", not made yet"
+            what = f", {error}" if getattr(self, "__dict__", None) else ", not made yet"  # slots have no __dict__
         return without_secrets(f"<{type(self).__name__}{what}>")
 
     return __repr__
