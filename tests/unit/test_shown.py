@@ -20,7 +20,7 @@ from fastensor.backends.fallback import Fallback
 from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
 from fastensor.checkpoint.report import LoadReport, SaveReport
 from fastensor.data import LmdbDataset, LmdbLoader, ReadAheadSampler
-from fastensor.files.shown import record_repr
+from fastensor.files.shown import record_repr, shown
 from fastensor.offload import ActivationOffload, EncodedBytes, OffloadConfig
 from fastensor.offload.report import PlannedTensor
 from fastensor.provision import DataService, FileSource, LoaderStatistics, ProvisionedLoader
@@ -282,3 +282,14 @@ def test_a_record_shows_values_that_equal_a_default_of_another_type() -> None:
         __repr__ = record_repr
 
     assert repr(Record(0, ["x"], 3)) == "Record(flag=0, names=['x'])"
+
+
+def test_a_half_built_object_with_slots_shows_itself() -> None:
+    class Slotted:
+        __slots__ = ("path",)
+
+        @shown
+        def __repr__(self) -> str:
+            return f" of {self.path!r}"
+
+    assert repr(Slotted()) == "<Slotted, not made yet>"
