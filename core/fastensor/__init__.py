@@ -5,7 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from fastensor.version import VERSION
+from fastensor.version import VERSION, check_torch
+
+check_torch()
 
 if TYPE_CHECKING:
     from fastensor.backends.fallback import Fallback

@@ -18,6 +18,7 @@ from fastensor import CorruptCheckpointError, UnsafeCheckpointError
 from fastensor.backends.fallback import available_names
 from fastensor.checkpoint import storages, torch_file
 from fastensor.files import posix
+from fastensor.stitch import plain_tensors
 
 SIZES = [0, 1, 3, 64, 1000, 16 << 10, (16 << 10) + 1, 300_000]
 """In elements; some records are read with their neighbours, some by themselves."""
@@ -110,7 +111,7 @@ def test_what_torch_refuses_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_torch_reads_the_records_itself(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storages, "_KNOWN_TORCH", re.compile("1.0"))
+    monkeypatch.setattr(plain_tensors, "_KNOWN_TORCH", re.compile("1.0"))
     assert not storages.is_known()
     states.assert_equal(fastensor.load(path), torch.load(path))
 

@@ -14,6 +14,7 @@ from programs import run
 import fastensor
 import fastensor_accelerate
 import fastensor_lightning
+from fastensor.version import LOWEST_TORCH
 
 HEAVY = (
     "lightning",
@@ -92,6 +93,31 @@ def test_any_name_may_be_the_first_one() -> None:
         "    assert os.waitpid(child, 0)[1] == 0, name\n"
     )
     run("-c", code, cold=True)
+
+
+@pytest.mark.parametrize("version", ["2.9.1+cpu", "1.13", "2.9.0a0+git"])
+@pytest.mark.parametrize("is_imported", [True, False])
+def test_a_torch_that_is_too_old_is_refused(tmp_path: Path, version: str, is_imported: bool) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("from torch.version import __version__")
+    (tmp_path / "torch" / "version.py").write_text(f"__version__ = {version!r}\ndebug = False\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {'import torch; ' if is_imported else ''}import fastensor"
+    )
+    done = run("-c", code, cold=True, check=False)
+    assert done.returncode == 1
+    expected = f"ImportError: fastensor needs torch 2.10 or later (pip install -U torch), found {version}"
+    assert done.stderr.splitlines()[-1] == expected
+
+
+def test_a_torch_that_says_no_version_is_tried(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    assert run("-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import fastensor, torch", cold=True)
+
+
+def test_the_lowest_torch_is_that_of_the_package() -> None:
+    assert f'"torch>={".".join(map(str, LOWEST_TORCH))}"' in Path("pyproject.toml").read_text()
 
 
 def test_an_accelerate_that_is_too_old_is_refused() -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import io
-import re
 import sys
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,10 @@ from fastensor.backends.window import ALIGNMENT
 from fastensor.checkpoint.checked_file import CheckedFile
 from fastensor.checkpoint.placement import MapLocation, kind_of_device, place
 from fastensor.checkpoint.reader import PartReader, empty_storage, is_joined, new_array
+from fastensor.stitch.plain_tensors import release_is_known
 from fastensor.stitch.source import skips_values
 from fastensor.stitch.torch_records import TorchArchive
 
-_KNOWN_TORCH = re.compile(r"2\.13\.\d+(\+.*)?")
-"""Releases of torch whose unpickler, and what ``torch.load`` does around it, have been read."""
 _ENCODING = "utf-8"
 """The encoding of texts in pickles of Python 2. ``torch.load`` uses the same."""
 _BYTE_ORDER = "byteorder"
@@ -43,13 +42,12 @@ def is_known() -> bool:
     """Whether ``torch.load`` is torch's own function, and its restricted unpickler is as this module expects."""
     unpickler = getattr(getattr(torch, "_weights_only_unpickler", None), "Unpickler", None)
     return (
-        _KNOWN_TORCH.fullmatch(torch.__version__) is not None
+        release_is_known()
         and getattr(torch.load, "__globals__", None) is vars(torch.serialization)
         and unpickler is not None
         and list(inspect.signature(unpickler).parameters) == ["file", "encoding"]
         and callable(getattr(unpickler, "persistent_load", None))
         and hasattr(torch.serialization, "_serialization_tls")
-        and hasattr(torch._utils, "_validate_loaded_sparse_tensors")
         and hasattr(torch._C, "PyTorchFileReader")
         and hasattr(torch._guards, "detect_fake_mode")
     )
@@ -90,8 +88,15 @@ def rebuild(view: CheckedFile, storages: Storages) -> Any:
         private.serialization._serialization_tls.map_location = None
         if storages.end:
             view.seek(storages.end)  # where torch.load would be now
-    private._utils._validate_loaded_sparse_tensors()
+    private._utils._validate_loaded_sparse_tensors(**_validating())
     return result
+
+
+@cache
+def _validating() -> dict[str, bool]:
+    """What to say to torch when it validates sparse tensors: since torch 2.14, that the file is not trusted."""
+    validate: Any = vars(torch._utils)["_validate_loaded_sparse_tensors"]
+    return {"weights_only": True} if "weights_only" in inspect.signature(validate).parameters else {}
 
 
 class Storages:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import copyreg
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
-_KNOWN_TORCH = re.compile(r"2\.13\.\d+(\+.*)?")
-"""Releases of torch whose ``Tensor.__reduce_ex__`` and ``torch.serialization._save`` have been read."""
+_KNOWN_TORCH = re.compile(r"2\.1[0-5]\.\d+(\+.*)?")
+"""Releases of torch whose ``Tensor.__reduce_ex__``, ``torch.serialization``, and restricted unpickler have been read."""
 _reduce_ex = torch.Tensor.__reduce_ex__
+_has_names: Callable[[torch.Tensor], bool] | None = getattr(torch.Tensor, "has_names", None)
+"""Whether a tensor's dimensions have names, which torch cannot pickle. From torch 2.13 on no dimension has one."""
 _PLAIN_DTYPES = frozenset({
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -27,10 +30,15 @@ _TYPED = torch.storage.TypedStorage
 _PLAIN_DEVICES = frozenset({"cpu", "cuda"})
 
 
+def release_is_known() -> bool:
+    """Whether this release of torch is one whose private parts are known here."""
+    return _KNOWN_TORCH.fullmatch(torch.__version__) is not None
+
+
 def torch_is_known() -> bool:
     """Whether tensors are pickled by torch's own method, of a release that is known here."""
     return (
-        _KNOWN_TORCH.fullmatch(torch.__version__) is not None
+        release_is_known()
         and torch.Tensor.__reduce_ex__ is _reduce_ex
         and getattr(_reduce_ex, "__module__", "") == "torch._tensor"
         and torch.Tensor not in copyreg.dispatch_table
@@ -49,8 +57,8 @@ def reduce_plain(obj: Any) -> Any:
     """The result of ``__reduce_ex__`` for a plain tensor or its dict of hooks; ``NotImplemented`` for any other object.
 
     Used as ``Pickler.reducer_override``, with :class:`StorageIds` for ``persistent_id``. A plain tensor is a dense one
-    of no subclass and of an ordinary dtype, on the host or a CUDA device, without attributes, hooks, or a conjugation
-    or negation that is still to be done.
+    of no subclass and of an ordinary dtype, on the host or a CUDA device, without attributes, hooks, names of dimensions,
+    or a conjugation or negation that is still to be done.
     """
     if type(obj) is OrderedDict and not obj and not obj.__dict__:
         return OrderedDict, ()
@@ -60,6 +68,7 @@ def reduce_plain(obj: Any) -> Any:
         or obj.layout is not torch.strided
         or obj.device.type not in _PLAIN_DEVICES
         or obj.is_nested
+        or (_has_names is not None and _has_names(obj))
         or obj.__dict__
         or obj._backward_hooks
         or lazy_state(obj)

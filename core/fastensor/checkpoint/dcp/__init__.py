@@ -16,17 +16,7 @@ tensor([0, 1, 2])
 
 from __future__ import annotations
 
-try:
-    from torch.distributed.checkpoint._state_dict_stager import StateDictStager as _StateDictStager
-    from torch.distributed.checkpoint.filesystem import SerializationFormat as _SerializationFormat
-except ImportError as error:
-    raise ImportError(
-        f"fastensor.checkpoint.dcp needs a newer torch.distributed.checkpoint than that of this torch ({error}); "
-        f"update torch, or save with torch's own FileSystemWriter"
-    ) from error
-
 from fastensor.checkpoint.dcp.reader import FastensorStorageReader
 from fastensor.checkpoint.dcp.writer import FastensorStorageWriter
 
 __all__ = ["FastensorStorageReader", "FastensorStorageWriter"]
-del _StateDictStager, _SerializationFormat
