@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 _KNOWN_TORCH = re.compile(r"2\.1[0-5]\.\d+(\+.*)?")
-"""Releases of torch whose ``Tensor.__reduce_ex__``, ``torch.serialization``, and restricted unpickler have been read."""
+"""Releases of torch whose ``Tensor.__reduce_ex__``, ``torch.serialization`` and unpickler have been read."""
 _reduce_ex = torch.Tensor.__reduce_ex__
 _has_names: Callable[[torch.Tensor], bool] | None = getattr(torch.Tensor, "has_names", None)
 """Whether a tensor's dimensions have names, which torch cannot pickle. From torch 2.13 on no dimension has one."""
@@ -57,8 +57,8 @@ def reduce_plain(obj: Any) -> Any:
     """The result of ``__reduce_ex__`` for a plain tensor or its dict of hooks; ``NotImplemented`` for any other object.
 
     Used as ``Pickler.reducer_override``, with :class:`StorageIds` for ``persistent_id``. A plain tensor is a dense one
-    of no subclass and of an ordinary dtype, on the host or a CUDA device, without attributes, hooks, names of dimensions,
-    or a conjugation or negation that is still to be done.
+    of no subclass and of an ordinary dtype, on the host or a CUDA device, without attributes, hooks, names of
+    dimensions, or a conjugation or negation that is still to be done.
     """
     if type(obj) is OrderedDict and not obj and not obj.__dict__:
         return OrderedDict, ()
