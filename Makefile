@@ -11,11 +11,12 @@ PYTEST := $(BIN)/python -m pytest --dist worksteal
 
 GDS := $(VENV)/gds
 TRANSFORMERS_4 := $(VENV)/transformers4
+VERSIONS := $(VENV)/versions
 
 # What is compiled once, tests included, is not compiled again by each process.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo quick test test-gds docs check torture bench gpu wheels clean
+.PHONY: help demo quick test test-gds docs check versions torture bench gpu wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,7 +24,9 @@ help:
 	@echo "make quick     units, golden files, round trips, gradients: what to run while you write"
 	@echo "make test      all tests but the long ones"
 	@echo "make docs      the site of the documentation, in site/"
-	@echo "make check     what has to pass: formatting, lint, types, direction of imports, make docs, make test"
+	@echo "make check     what has to pass: formatting, lint, types, direction of imports, make docs, make test, and a part"
+	@echo "               of the tests with the lowest versions of other packages"
+	@echo "make versions  all tests with the lowest and with the newest versions, for each Python here: an hour, one table"
 	@echo "make torture   all tests with their long tails: random states, killed processes, fuzzed files"
 	@echo "make bench     the figures of docs/figures.md, on this machine"
 	@echo "make gpu       all that is worth doing on a GPU, in seven minutes and one table (WHEELS: see make wheels)"
@@ -87,6 +90,12 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(MAKE) docs
 	$(MAKE) test
+	$(BIN)/python tests/versions/run.py $(VERSIONS) --quick
+
+# VERSIONS_OPTIONS="--only newest-3.13" runs one of them.
+versions: $(STAMP)
+	-tests/hosts/install.sh
+	$(BIN)/python tests/versions/run.py $(VERSIONS) $(VERSIONS_OPTIONS)
 
 # Without the packages, what is written is not read by transformers 4, and the tests say so.
 torture: $(STAMP)
