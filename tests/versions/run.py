@@ -108,7 +108,8 @@ def table(outcomes: dict[Pair, Outcome]) -> str:
 
 def _row(pair: Pair, outcome: Outcome) -> str:
     versions = [outcome.versions.get(name, "") for name in SHOWN]
-    ran = [outcome.error or f"{outcome.counts[kind]:,}" for kind in ("passed", "skipped", "failed")]
+    kinds = ("passed", "skipped", "failed")
+    ran = [outcome.error, "", ""] if outcome.error else [f"{outcome.counts[kind]:,}" for kind in kinds]
     cells = [pair.python, pair.end, *versions, *ran, f"{outcome.seconds / 60:.1f}"]
     return f"| {' | '.join(cells)} |"
 
