@@ -18,7 +18,7 @@ from checkpoints import load, save, state_of_all_kinds
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
 import fastensor
 from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
@@ -62,6 +62,32 @@ def test_memory_formats_as_each_version_of_python_writes_them(tmp_path: Path, pr
     Pickler(file, protocol).dump(expected)
     expected.storage_meta.checkpoint_id = str(expected.storage_meta.checkpoint_id)
     assert read_metadata(file.getvalue(), where="x") == expected
+
+
+@pytest.mark.parametrize("more", [(), (None,), ((3, 1),)])
+def test_properties_as_each_version_of_torch_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[Any, ...]
+) -> None:
+    """Before torch 2.15 they end with ``pin_memory``; since then they have strides, or None, behind it."""
+    expected = pickle.loads(metadata_of(tmp_path))
+    own = TensorProperties.__getstate__
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorProperties, "__getstate__", lambda properties: own(properties)[:5] + more)
+        data = pickle.dumps(expected)
+    for entry in expected.state_dict_metadata.values():
+        if hasattr(entry, "properties") and hasattr(entry.properties, "strides"):
+            entry.properties.strides = more[0] if more else None
+    expected.storage_meta.checkpoint_id = str(expected.storage_meta.checkpoint_id)
+    assert read_metadata(data, where="x") == expected
+
+
+@pytest.mark.parametrize("more", [(7,), ((-1,),), ((1 << 63,),), (("1",),), ((1,) * 65,), (None, None)])
+def test_properties_of_no_version(monkeypatch: pytest.MonkeyPatch, more: tuple[Any, ...]) -> None:
+    metadata = Metadata({"x": TensorStorageMetadata(TensorProperties(), torch.Size([]), [])}, {}, {})
+    own = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda properties: own(properties)[:5] + more)
+    with pytest.raises(fastensor.CorruptCheckpointError, match=r"^where: "):
+        read_metadata(pickle.dumps(metadata), where="where")
 
 
 class Evil:

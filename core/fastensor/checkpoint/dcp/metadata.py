@@ -277,7 +277,9 @@ def _chunk(builder: _MetadataBuilder, value: UnknownObject) -> ChunkStorageMetad
 
 
 def _properties(builder: _MetadataBuilder, value: UnknownObject) -> TensorProperties:
-    dtype, layout, requires_grad, encoding, pin_memory = value.parts[2]
+    """The properties of a tensor. torch 2.15 writes strides behind them, which no torch uses to load, and for which an
+    older one has no place."""
+    dtype, layout, requires_grad, encoding, pin_memory, *more = value.parts[2]
     _check(isinstance(dtype, torch.dtype), "a tensor without a dtype")
     _check(isinstance(layout, UnknownObject) and layout.name == _LAYOUT, "a tensor without a layout")
     name = _text(layout.parts[1][0])
@@ -287,6 +289,11 @@ def _properties(builder: _MetadataBuilder, value: UnknownObject) -> TensorProper
     made.__setstate__(  # type: ignore[no-untyped-call]  # torch gives it no types
         (dtype, found, made.requires_grad, _memory_format(encoding), made.pin_memory)
     )
+    if more:
+        (strides,) = more
+        _check(strides is None or _is_strides(strides), "strides that are none")
+        if hasattr(made, "strides"):
+            made.strides = strides
     return made
 
 
@@ -349,6 +356,10 @@ def _is_size(value: Any) -> bool:
         and all(size >= 0 for size in value)
         and is_shape(value)
     )
+
+
+def _is_strides(value: Any) -> bool:
+    return type(value) is tuple and len(value) <= _MOST_DIMENSIONS and all(map(_is_count, value))
 
 
 def _is_inside(path: str) -> bool:
