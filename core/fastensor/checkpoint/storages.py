@@ -22,7 +22,7 @@ from fastensor.backends.window import ALIGNMENT
 from fastensor.checkpoint.checked_file import CheckedFile
 from fastensor.checkpoint.placement import MapLocation, kind_of_device, place
 from fastensor.checkpoint.reader import PartReader, empty_storage, is_joined, new_array
-from fastensor.stitch.plain_tensors import release_is_known
+from fastensor.stitch.plain_tensors import release_is_known, typed_storage
 from fastensor.stitch.source import skips_values
 from fastensor.stitch.torch_records import TorchArchive
 
@@ -31,7 +31,6 @@ _ENCODING = "utf-8"
 _BYTE_ORDER = "byteorder"
 _READ_BEFORE = (".format_version", _BYTE_ORDER, ".storage_alignment")
 """Records that ``torch.load`` reads before the pickle."""
-_TYPED: Any = torch.storage.TypedStorage
 
 
 class NotOrdinaryError(Exception):
@@ -113,8 +112,7 @@ class Storages:
         self._records = archive.storages
         self._reader = reader
         self._loaded: dict[str, Any] = {}
-        """The typed storages that have been loaded, by their keys. An empty one is loaded again each time, as by torch:
-        it may be asked for with several dtypes."""
+        """The typed storages that have been loaded, by their keys, each with the dtype that was asked for first."""
         self.end = 0
         """Where in the file the storage ends that was read last; 0 if none was."""
 
@@ -122,7 +120,8 @@ class Storages:
         """The typed storage that a persistent id in the pickle means: ``persistent_load`` of ``torch.load``.
 
         Raises:
-            NotOrdinaryError: the id is none of a storage, or the storage is not of the size of its record.
+            NotOrdinaryError: the id is none of a storage, the storage is not of the size of its record, or it is not
+                empty and is asked for with two dtypes. Releases of torch differ in what they do then.
             CorruptCheckpointError: the bytes of the storage do not match their CRC32.
         """
         if not isinstance(saved_id, tuple) or len(saved_id) != 5:
@@ -130,14 +129,16 @@ class Storages:
         word, kind, key, location, numel = saved_id
         if word != "storage" or not isinstance(location, str):
             raise NotOrdinaryError("a persistent id that torch does not write")
-        if key in self._loaded:
-            return self._loaded[key]
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
-        placed = place(self._read(key, numel * dtype.itemsize), location, self.map_location)
-        typed = _TYPED(wrap_storage=placed, dtype=dtype, _internal=True)
-        if placed.nbytes():
-            self._loaded[key] = typed
-        return typed
+        loaded = self._loaded.get(key)
+        if loaded is None:
+            placed = place(self._read(key, numel * dtype.itemsize), location, self.map_location)
+            loaded = self._loaded[key] = typed_storage(placed, dtype)
+        elif loaded.dtype != dtype:
+            if loaded._untyped_storage.nbytes():
+                raise NotOrdinaryError(f"storage {key!r} has tensors of several dtypes")
+            return typed_storage(loaded._untyped_storage, dtype)
+        return loaded
 
     def _read(self, key: str, nbytes: int) -> torch.UntypedStorage:
         record = self._records.get(key)

@@ -40,6 +40,8 @@ from fastensor.stitch.torch_records import TorchArchive
 _logger = logging.getLogger("fastensor")
 _FINAL = (FastensorError, MemoryError, torch.OutOfMemoryError)
 """Another attempt would raise these again."""
+_MAPS_EMPTY_STORAGES = torch.__version__ >= "2.15"
+"""Whether ``torch.load(mmap=True)`` keeps the dtypes of several tensors that share an empty storage."""
 
 
 def load_legacy(file: OpenedFile, request: LoadRequest) -> Loaded:
@@ -102,9 +104,9 @@ def _archive_of(file: OpenedFile) -> TorchArchive:
 
 def _why_not_mapped(file: OpenedFile, archive: TorchArchive) -> str:
     """Why the file cannot be mapped by ``torch.load``; empty if it can. Mapped, an empty storage has an address, by
-    which torch takes the storage for loaded, and gives all tensors in it the dtype of the first one."""
+    which torch before 2.15 takes the storage for loaded, and gives all tensors in it the dtype of the first one."""
     empty = {key for key, part in archive.storages.items() if not part.nbytes}
-    if not empty or archive.why_torch:
+    if not empty or archive.why_torch or _MAPS_EMPTY_STORAGES:
         return ""
     try:
         structure = read_program(read_pickle(file, archive, verify=False), where=file.where).structure
@@ -112,7 +114,9 @@ def _why_not_mapped(file: OpenedFile, archive: TorchArchive) -> str:
         return ""
     named = {(one.key, one.dtype) for one in storages_in(structure) if one.key in empty}
     twice = len(named) > len({key for key, _ in named})
-    return "an empty storage has tensors of several dtypes, of which torch.load(mmap=True) keeps one" if twice else ""
+    return (
+        "an empty storage has tensors of several dtypes, of which this torch.load(mmap=True) keeps one" if twice else ""
+    )
 
 
 @dataclass(frozen=True, slots=True)
