@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from fastensor.files import posix
 
 if sys.argv[3:] == ["patient"]:
     writer._QUIET_SECONDS = 1000.0
+# Python 3.12 and later warn of any fork in a process with threads. These forks are meant.
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 STATE = {"w": torch.full((3 << 20,), 2.0)}
 
 

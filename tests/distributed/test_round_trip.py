@@ -195,6 +195,16 @@ def test_checkpoint_ids() -> None:
         assert not one.validate_checkpoint_id("nosuch://x")
 
 
+class InvertedWriter(io.RawIOBase):
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output = output
+
+    def write(self, data: Any) -> int:
+        self._output.write(bytes(255 - byte for byte in bytes(data)))
+        return len(memoryview(data).cast("B"))
+
+
 class Inverted(StreamTransformExtension):
     """Inverts all bits."""
 
@@ -210,12 +220,7 @@ class Inverted(StreamTransformExtension):
         return f"{self.registry_name()}/1"
 
     def transform_to(self, output: Any) -> Any:
-        class Writer(io.RawIOBase):
-            def write(self, data: Any) -> int:
-                output.write(bytes(255 - byte for byte in bytes(data)))
-                return len(memoryview(data).cast("B"))
-
-        return Writer()
+        return InvertedWriter(output)
 
     def transform_from(self, input: Any) -> Any:
         return io.BytesIO(bytes(255 - byte for byte in input.read()))

@@ -446,14 +446,17 @@ def test_a_header_of_safetensors_that_no_reader_takes(tmp_path: Path, last: byte
     assert "132095296 bytes" in str(ours)
 
 
+class WithoutState(pickle.Pickler):
+    def persistent_id(self, value: object) -> str | None:
+        return "7" if value is STATE else None
+
+
 def of_before_0_1_11() -> bytes:
     """A tar archive of one tensor, as torch wrote it then: with a header for the time of each member."""
     storage = struct.pack("<q", 3) + np.arange(3, dtype="<f4").tobytes()
     tensor = struct.pack("<iiqqq", 1, 0, 3, 1, 0)
     obj = io.BytesIO()
-    pickler = pickle.Pickler(obj, 2)
-    pickler.persistent_id = lambda value: "7" if value is STATE else None  # type: ignore[method-assign]
-    pickler.dump({"w": STATE})
+    WithoutState(obj, 2).dump({"w": STATE})
     members = {
         "sys_info": pickle.dumps({"protocol_version": 1000, "little_endian": True}, 2),
         "pickle": obj.getvalue(),
