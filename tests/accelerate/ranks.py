@@ -265,7 +265,7 @@ def leave(config: FastensorConfig, folder: Path, rank: int) -> Any:
 
 
 def leave_group(config: FastensorConfig, folder: Path, rank: int) -> Any:
-    """When the process group is gone, nobody can agree."""
+    """What became of a save that was pending when the process group was destroyed: its error, and what was published."""
     fastensor_accelerate.enable(config)
     found = begin(folder, rank)
     found.accelerator.save_state()
@@ -275,9 +275,12 @@ def leave_group(config: FastensorConfig, folder: Path, rank: int) -> Any:
     dist.barrier()
     dist.destroy_process_group()
     gate.open()
-    with pytest.raises(fastensor.CheckpointWriteError) as caught:
+    error = ""
+    try:
         found.accelerator.load_state()
-    return str(caught.value), os.listdir(folder / "checkpoints")
+    except fastensor.CheckpointWriteError as raised:
+        error = str(raised)
+    return error, sorted(os.listdir(folder / "checkpoints"))
 
 
 def offload(config: FastensorConfig, folder: Path, rank: int) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerators import MODES, by, files_in, training
 from data.databases import make
 from programs import Program, free_port
@@ -170,10 +171,13 @@ def test_the_exit_publishes_what_is_pending(tmp_path: Path) -> None:
     assert files_in(tmp_path / "checkpoints") == [f"checkpoint_0/{name}" for name in FILES]
 
 
-def test_without_its_process_group_a_job_publishes_nothing(tmp_path: Path) -> None:
-    for (text, states), _ in run("leave_group", FastensorConfig(asynchronous=True), tmp_path):
-        assert "a process cannot be reached" in text
-        assert states == ["checkpoint_0"]
+def test_without_its_process_group_a_job_publishes_what_all_have_or_nothing(tmp_path: Path) -> None:
+    for (error, states), _ in run("leave_group", FastensorConfig(asynchronous=True), tmp_path):
+        if torch.__version__ >= "2.14":  # whoever holds a group that was destroyed still reaches the others by it
+            assert (error, states) == ("", ["checkpoint_0", "checkpoint_1"])
+        else:
+            assert "a process cannot be reached" in error
+            assert states == ["checkpoint_0"]
 
 
 def test_activations_of_a_job_are_offloaded_and_it_trains_alike(tmp_path: Path) -> None:

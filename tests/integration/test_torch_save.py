@@ -172,12 +172,12 @@ def test_distributed_checkpoints_without_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
 @pytest.mark.parametrize("save", [save_now, save_to_an_open_file, save_later])
 def test_fake_tensors_are_refused_as_by_torch(tmp_path: Path, save: Callable[[Any, Path], object], name: str) -> None:
-    mode = FakeTensorMode()
+    mode, refusal = FakeTensorMode(), r"pickle|FakeTensor|memory|local object"
     with mode:
         fake = {"w": torch.empty(5)}
-        with pytest.raises(Exception, match=r"pickle|FakeTensor|memory"):
+        with pytest.raises(Exception, match=refusal):
             save(fake, tmp_path / name)
-    with pytest.raises(Exception, match=r"pickle|FakeTensor|memory"):
+    with pytest.raises(Exception, match=refusal):
         save(fake, tmp_path / name)
     found = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     assert found == ({name: 0} if save is save_to_an_open_file else {})

@@ -201,7 +201,7 @@ def test_pinned_bytes() -> None:
 
 OTHERS: list[tuple[Any, str]] = [
     ([1, {"x": {1, 2}}], r"the sample\[1\]\['x'\] is of the type builtins.set"),
-    ({PurePosixPath("a"): 1}, "a key of the sample is of the type pathlib.PurePosixPath"),
+    ({PurePosixPath("a"): 1}, f"a key of the sample is of the type {PurePosixPath.__module__}.PurePosixPath"),
     (OrderedDict(a=torch.ones(2)), "collections.OrderedDict"),
     ((torch.ones(2, requires_grad=True),), r"the sample\[0\] is a torch.Tensor .*requires_grad"),
     (torch.ones(2).to_sparse(), "sparse"),
