@@ -242,7 +242,7 @@ def test_statistics_in_words() -> None:
         "1 tensor put (1 KiB, 1 by numpy)",
         "2 tensors got (2 KiB, 2 by numpy), 0 deleted",
         "gds is not used: no GPU",
-        "20 transfers by the backend that is believed to be the fastest, 1 tries, 0 failed; exploring has cost 125 ms "
+        "20 transfers by the backend that is believed to be the fastest, 1 try, 0 failed; exploring has cost 125 ms "
         "of 2 s in all transfers",
     ]
     context = fastensor.Context("write")
@@ -253,6 +253,22 @@ def test_statistics_in_words() -> None:
     planned = PlannedTensor(3, 4096, torch.float32, (32, 32), torch.device("cpu"), "AddBackward0", 0.1, 0.2, True)
     assert str(planned) == "3: float32 (32, 32) of AddBackward0, 4 KiB, leaves"
     assert repr(LoaderStatistics()) == "LoaderStatistics()"
+
+
+def test_one_thing_is_told_in_the_singular(folder: Path) -> None:
+    selector = fastensor.SelectorStatistics(2, 1, 0, 2.0, 0.125)
+    assert str(selector).startswith("1 transfer by the backend that is believed to be the fastest, 2 tries, 0 failed;")
+    for repeated, batches in (1, "1 batch"), (2, "2 batches"):
+        loader = LoaderStatistics(repeated=repeated, recoveries=1)
+        assert str(loader).splitlines()[-1] == f"The service was lost 1 time. {batches} came again."
+    with ActivationOffload(OffloadConfig(directories=(str(folder),))) as offload:
+        assert str(dataclasses.replace(offload.statistics(), steps=1)).startswith("1 step: ")
+    dataset = LmdbDataset("x.lmdb").select([3])
+    assert repr(dataset).startswith("<LmdbDataset of 1 sample in ")
+    loaded = LmdbLoader(dataset, 4)
+    assert len(list(loaded)) == 1
+    assert repr(loaded) == "<LmdbLoader of 1 sample, 4 a batch, shuffle 'full': epoch 0, 1 sample given out>"
+    dataset.index.close()
 
 
 def test_configurations_show_what_is_not_by_default() -> None:

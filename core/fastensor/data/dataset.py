@@ -123,7 +123,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
     @shown
     def __repr__(self) -> str:
         node = "" if self._node is None else ", reader 'node'"
-        return f" of {len(self)} samples in {self.index.path!r}: engine {self._strategy.engine!r}{node}"
+        return f" of {counted(len(self), 'samples')} in {self.index.path!r}: engine {self._strategy.engine!r}{node}"
 
     def __len__(self) -> int:
         return len(self.index) if self._positions is None else len(self._positions)

@@ -18,7 +18,7 @@ from fastensor.files.arguments import check_whole, check_word, checks_keywords
 from fastensor.files.launchers import rank_and_world_size
 from fastensor.files.shown import shown
 from fastensor.files.warning import warn_caller
-from fastensor.files.words import is_worth_a_line
+from fastensor.files.words import counted, is_worth_a_line
 
 _logger = logging.getLogger("fastensor")
 
@@ -77,8 +77,8 @@ class EpochLoader(ABC):
     def __repr__(self) -> str:
         plan, at = self._base_plan, self._progress
         return (
-            f" of {plan.n} samples, {plan.batch_size} a batch, shuffle {plan.shuffle!r}: epoch {at.epoch}, "
-            f"{at.consumed} samples given out"
+            f" of {counted(plan.n, 'samples')}, {plan.batch_size} a batch, shuffle {plan.shuffle!r}: epoch {at.epoch}, "
+            f"{counted(at.consumed, 'samples')} given out"
         )
 
     @abstractmethod

@@ -66,18 +66,19 @@ def human_count(count: int) -> str:
     return f"{_three_digits(number)}{word}"
 
 
-def counted(count: int, things: str, in_words: Callable[[int], str] = str) -> str:
-    """A number of things, in the singular if it is one. The plural ends in ``s``.
+def counted(count: int, things: str, in_words: Callable[[int], str] = str, *, one: str = "") -> str:
+    """A number of things, in the singular if it is one.
 
     Args:
         count: the number.
         things: what they are, in the plural.
         in_words: how the number is written.
+        one: what it is, in the singular. By default the plural without its ``s``.
 
-    >>> counted(0, "other values"), counted(1, "other values"), counted(2, "tensors")
-    ('0 other values', '1 other value', '2 tensors')
+    >>> counted(0, "other values"), counted(1, "other values"), counted(1, "batches", one="batch")
+    ('0 other values', '1 other value', '1 batch')
     """
-    return f"{in_words(count)} {things[:-1] if count == 1 else things}"
+    return f"{in_words(count)} {(one or things[:-1]) if count == 1 else things}"
 
 
 def human_seconds(seconds: float) -> str:

@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING
 
 from fastensor.files.arguments import checks_keywords
-from fastensor.files.words import human_seconds, human_size
+from fastensor.files.words import counted, human_seconds, human_size
 
 if TYPE_CHECKING:
     from fastensor.offload.config import OffloadConfig
@@ -295,7 +295,7 @@ class OffloadStatistics:
         moved += f"{human_size(self.read_bytes)} read)"
         wanted = self.prefetch_hits + self.prefetch_late + self.misses
         lines = [
-            f"{self.steps} steps: {moved}, {human_size(self.shared_bytes)} shared",
+            f"{counted(self.steps, 'steps')}: {moved}, {human_size(self.shared_bytes)} shared",
             self.summary(),
             f"stalled {self.stall_seconds:.2f} s, in hooks {self.hook_seconds:.2f} s; "
             f"{self.prefetch_hits} of {wanted} were there in time",

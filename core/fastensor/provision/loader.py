@@ -53,9 +53,8 @@ class LoaderStatistics:
         """A table for people: :func:`fastensor.provision.metrics.table`."""
         lines = [table({"epoch": self.epoch, "in all": self.given})]
         if self.repeated or self.recoveries:
-            lines.append(
-                f"The service was lost {counted(self.recoveries, 'times')}. {self.repeated} batches came again."
-            )
+            repeated = counted(self.repeated, "batches", one="batch")
+            lines.append(f"The service was lost {counted(self.recoveries, 'times')}. {repeated} came again.")
         if self.given.skipped:
             lines.append(f"Samples left out: {self.given.skipped}, of them {self.epoch.skipped} in the epoch.")
         return "\n".join(lines)

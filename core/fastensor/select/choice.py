@@ -66,8 +66,9 @@ class SelectorStatistics:
 
     def __str__(self) -> str:
         cost, total = human_seconds(self.extra_seconds), human_seconds(self.seconds)
+        tries = counted(self.explored, "tries", one="try")
         return (
-            f"{self.exploited} transfers by the backend that is believed to be the fastest, {self.explored} tries, "
+            f"{counted(self.exploited, 'transfers')} by the backend that is believed to be the fastest, {tries}, "
             f"{self.failed} failed; exploring has cost {cost} of {total} in all transfers"
         )
 
