@@ -43,7 +43,7 @@ def return_freed_memory() -> None:
     global _beside_heap
     if (trim := _malloc_trim()) is not None:
         trim(0)
-        _beside_heap = _resident_beside_used(_mallinfo2())
+        _beside_heap = max(_resident_beside_used(_mallinfo2()), 0)
 
 
 @cache
@@ -132,9 +132,12 @@ def free_host_memory() -> int:
 
 
 def resident_bytes() -> int:
-    """Bytes of this process that are in memory, without pages of files."""
-    with open("/proc/self/statm") as file:
-        _, resident, shared, *_ = map(int, file.read().split())
+    """Bytes of this process that are in memory, without pages of files; 0 where there is no ``/proc``."""
+    try:
+        with open("/proc/self/statm") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+    except FileNotFoundError:
+        return 0
     return (resident - shared) * mmap.PAGESIZE
 
 
