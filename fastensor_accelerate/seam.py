@@ -173,7 +173,7 @@ def replaced(files: Files) -> Iterator[Redirected | None]:
     """Accelerate, and transformers and PEFT if they are imported, save and load by ``files``. One thread at a time.
 
     Yields:
-        How often shards were saved and loaded; None if this torch leaves them to itself.
+        How often shards were saved and loaded; None if ``files`` leaves them to torch.
     """
     with _lock, _shards_replaced(files) as shards, ExitStack() as undo:
         for name in (*_SEAMS, *[_SAVE] * (files.write_together is not None)):
@@ -188,10 +188,8 @@ def replaced(files: Files) -> Iterator[Redirected | None]:
 def _shards_replaced(files: Files) -> AbstractContextManager[Redirected | None]:
     if files.write_shards is None:
         return nullcontext()
-    try:
-        from fastensor.checkpoint.dcp.redirect import redirected
-    except ImportError:  # an older torch, or one without torch.distributed
-        return nullcontext()
+    from fastensor.checkpoint.dcp.redirect import redirected
+
     return redirected(save=files.write_shards, reader=files.shard_reader)
 
 

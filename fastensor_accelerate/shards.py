@@ -1,5 +1,4 @@
-"""Shards of FSDP, which ``torch.distributed.checkpoint`` writes. An older torch lacks what this
-needs, so it is imported where it is used."""
+"""Shards of FSDP, which ``torch.distributed.checkpoint`` writes. Imported where it is used, since it loads that."""
 
 from __future__ import annotations
 

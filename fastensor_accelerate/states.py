@@ -126,7 +126,6 @@ class StateSaver:
         """What the main process has saved and loaded."""
         self._said_other_engine = False
         self._saving_in_turn = False
-        self._said_old_torch = False
         self._shard_writers: ShardWriters | None = None
         self.step: int | None = None
         """The step that was given to ``Accelerator.log`` last."""
@@ -224,7 +223,8 @@ class StateSaver:
         try:
             with self.loading(together=self.config.cooperative) as shards:
                 stock(input_dir if directory is None else str(directory), **options)
-            self._check_shards(None if shards is None else shards.loads)
+            if shards is not None:
+                self._check_shards(shards.loads)
         except FileNotFoundError as error:
             if directory is not None and is_incomplete(directory):
                 error.add_note(f"a save to {directory} has begun and was never finished; load another state")
@@ -480,7 +480,8 @@ class StateSaver:
         try:
             with self._writing(saving) as shards:
                 stock(saving.directory.staging, **options)
-            self._check_shards(None if shards is None else shards.saves)
+            if shards is not None:
+                self._check_shards(shards.saves)
         except Exception as error:  # noqa: BLE001  # raised when the other processes know
             saving.failure = saving.failure or error
         except BaseException:
@@ -534,28 +535,24 @@ class StateSaver:
             options["process_group"] = saving.agreement.group
             saving.shards.append(self._shard_writers.copy(self.config, state_dict, path, **options))
 
-    def _check_shards(self, number: int | None) -> None:
-        """See that Accelerate's shards went through Fastensor.
+    def _check_shards(self, number: int) -> None:
+        """See that the shards of FSDP went through Fastensor.
 
         Args:
-            number: how often they did; None if this torch leaves them to itself.
+            number: how often they did.
 
         Raises:
             UnsupportedContentError: none did.
         """
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if self.accelerator.distributed_type != DistributedType.FSDP or plugin is None or number:
+        if number or plugin is None:
             return
         if plugin.state_dict_type.name != "SHARDED_STATE_DICT" or not self.accelerator._models:
             return
-        if number is not None:
-            raise UnsupportedContentError(
-                "this version of Accelerate saves or loads SHARDED_STATE_DICT in a way that is not known to "
-                "fastensor_accelerate; use another version of one of them, or fastensor_accelerate.disable()"
-            )
-        if self.accelerator.is_main_process and not self._said_old_torch:
-            self._said_old_torch = True
-            _logger.warning("shards of FSDP are saved and loaded by torch, not by Fastensor, which needs a newer one")
+        raise UnsupportedContentError(
+            "this version of Accelerate saves or loads SHARDED_STATE_DICT in a way that is not known to "
+            "fastensor_accelerate; use another version of one of them, or fastensor_accelerate.disable()"
+        )
 
     def _write_now(
         self, obj: object, path: Location, *, container: SavedContainer, saving: _Saving | None = None, **options: Any

@@ -9,10 +9,8 @@ storage of Fastensor.
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -102,7 +100,6 @@ class ShardedCheckpoints:
         self._agreement: Agreement | None = None
         self._storage: FastensorStorageWriter | None = None
         """The same for all saves, so that the memory for copies is used again."""
-        self._warned = False
         self._group: Any = None
         self._world: Any = None
         """The process group of all ranks, at the time when the agreement was made."""
@@ -133,9 +130,6 @@ class ShardedCheckpoints:
             with plugin._saving_with(options):
                 stock(strategy, checkpoint, filepath)
             return
-        if not self._can_redirect():
-            stock(strategy, checkpoint, filepath)
-            return
         given: str | os.PathLike[str] = strategy.broadcast(filepath)
         waited_for = options.asynchronous and plugin._may_be_left_pending(checkpoint, given)
         options = replace(options, asynchronous=bool(strategy.broadcast(waited_for)))
@@ -160,8 +154,6 @@ class ShardedCheckpoints:
             UnknownLightningError: Lightning has read shards in an unknown way.
             Exception: what a pending save has failed with, or what the strategy raises.
         """
-        if not self._can_redirect():
-            return stock(strategy, checkpoint_path, *args, **options)
         from fastensor.checkpoint.dcp.redirect import redirected
 
         path = as_in_fsspec(strategy.broadcast(checkpoint_path))
@@ -283,17 +275,6 @@ class ShardedCheckpoints:
             stall_seconds=stall_seconds if saving.options.asynchronous else seconds,
         )
         self._plugin._notify(report, saving.step)
-
-    def _can_redirect(self) -> bool:
-        """Whether this torch has what Fastensor's storage needs. If not, that is said once."""
-        try:
-            importlib.import_module("fastensor.checkpoint.dcp")
-        except ImportError as error:
-            if not self._warned:
-                warnings.warn(f"sharded checkpoints are saved and loaded by Lightning alone: {error}", stacklevel=5)
-                self._warned = True
-            return False
-        return True
 
     def _wait(self) -> None:
         """Wait for what is pending on this rank.
