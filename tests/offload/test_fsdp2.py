@@ -133,10 +133,17 @@ class Admitted:
             yield
 
 
+def groups_in(state: Any) -> list[Any]:
+    """The groups of parameters of a module. Before torch 2.13 it has one, or none."""
+    if torch.__version__ >= "2.13":
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 def memory_of_parameters(model: nn.Module) -> set[int]:
     """The storages that FSDP2 gathers parameters in."""
     groups = [group for module in model.modules() if hasattr(module, "unshard")
-              for group in module._get_fsdp_state()._fsdp_param_groups]  # fmt: skip
+              for group in groups_in(module._get_fsdp_state())]  # fmt: skip
     outputs = [output for group in groups for one in group.fsdp_params for output in one.all_gather_outputs]
     assert outputs
     return {output.untyped_storage()._cdata for output in outputs}

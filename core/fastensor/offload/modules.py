@@ -120,6 +120,14 @@ class _Hook(UncopiedHook):
         self.call(*arguments)
 
 
+class _Running(threading.local):
+    """The modules that run in this thread, outermost first, and whether their tensors are offloaded. An attribute that
+    is there from the start is what Dynamo of every torch can trace."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[nn.Module, bool]] = []
+
+
 class AttachedModel:
     """Hooks in a model, until they are removed. Forward passes may run in several threads. Copies of the model have no
     hooks.
@@ -139,7 +147,7 @@ class AttachedModel:
         _refuse(model)
         self.model = model
         self._default = not include
-        self._running = threading.local()
+        self._running = _Running()
         self._handles: list[RemovableHandle] = []
         modules = dict(model.named_modules())
         for pattern in (*include, *exclude):
@@ -157,7 +165,7 @@ class AttachedModel:
     @property
     def wants(self) -> bool:
         """Whether tensors that are saved now, in this thread, are offloaded."""
-        stack = self._stack()
+        stack = self._running.stack
         return stack[-1][1] if stack else self._default
 
     def storages(self) -> PersistentStorages:
@@ -174,18 +182,13 @@ class AttachedModel:
         while self._handles:
             self._handles.pop().remove()
 
-    def _stack(self) -> list[tuple[nn.Module, bool]]:
-        """The modules that run in this thread, outermost first, and whether their tensors are offloaded."""
-        stack: list[tuple[nn.Module, bool]] = self._running.__dict__.setdefault("stack", [])
-        return stack
-
     def _enter(self, wanted: bool, module: nn.Module, arguments: Any) -> None:
-        self._stack().append((module, wanted))
+        self._running.stack.append((module, wanted))
 
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """Leave the module, and modules inside that were not left. Also called if another hook has raised before the
         module was entered."""
-        stack = self._stack()
+        stack = self._running.stack
         at = next((at for at in reversed(range(len(stack))) if stack[at][0] is module), len(stack))
         del stack[at:]
 
