@@ -71,6 +71,7 @@ def is_directory(path: str | os.PathLike[str]) -> bool:
 def _remove_remote(target: RemotePath) -> None:
     """Remove a remote file or directory, not by ``rm``, which takes the name for a glob pattern."""
     filesystem, path = target.filesystem, target.path
+    filesystem.invalidate_cache(path)  # a listing that s3fs keeps may lack directories that hold directories alone
     if filesystem.isfile(path):
         filesystem.rm_file(path)
     elif filesystem.isdir(path):
