@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from fastensor.backends.fallback import Fallback
 from fastensor.checkpoint.placement import MapLocation, check_map_location, kind_is_known, kind_of_device
 from fastensor.checkpoint.progress import Meter
@@ -19,6 +21,8 @@ FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 NOT_FORCED = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _YES = ("1", "y", "yes", "true")
 """The values of these environment variables that torch takes for a yes."""
+_TORCH_TAKES_CAPITALS = torch.__version__ >= "2.13"
+"""Whether it takes ``YES``, too. A torch that does not stays restricted, and so do we."""
 
 
 def is_restricted(weights_only: bool | None) -> bool:
@@ -29,7 +33,9 @@ def is_restricted(weights_only: bool | None) -> bool:
         RuntimeError: both variables are set. ``torch.load`` raises the same.
     """
     check_optional_flags(weights_only=weights_only)
-    forced, not_forced = (os.environ.get(name, "").lower() in _YES for name in (FORCED, NOT_FORCED))
+    forced = os.environ.get(FORCED, "").lower() in _YES
+    lifting = os.environ.get(NOT_FORCED, "")
+    not_forced = (lifting.lower() if _TORCH_TAKES_CAPITALS else lifting) in _YES
     if forced and not_forced:
         raise RuntimeError(f"Only one of `{FORCED}` or `{NOT_FORCED}` should be set, but both were set.")
     return forced or (not not_forced if weights_only is None else weights_only)
