@@ -11,18 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
+from packaging.version import Version
 
 from fastensor.data import LmdbIndex
 
-ENGINES = (0, 1)
-"""LMDB 0.9, which writes data version 1, and LMDB 1.0, which writes version 3."""
+ENGINES = (0, 1) if Version(lmdb.__version__).major >= 3 else (0,)
+"""LMDB 0.9, which writes data version 1, and LMDB 1.0, which writes version 3; py-lmdb has both from 3.0 on."""
 MAP_NBYTES = 1 << 28
+
+
+def by_engine(engine: int) -> dict[str, Any]:
+    """The argument of ``lmdb.open`` that chooses an engine, where there is a choice."""
+    assert engine in ENGINES
+    return {"lib_version": engine} if len(ENGINES) > 1 else {}
 
 
 def make(path: Path, records: Iterable[tuple[bytes, bytes]], *, engine: int = 0, **options: Any) -> Path:
     """An environment with records in its main database."""
     with (
-        lmdb.open(str(path), map_size=MAP_NBYTES, lib_version=engine, sync=False, **options) as env,
+        lmdb.open(str(path), map_size=MAP_NBYTES, **by_engine(engine), sync=False, **options) as env,
         env.begin(write=True) as txn,
     ):
         for key, value in records:
@@ -39,7 +46,7 @@ def some_records(count: int, sizes: Iterable[int] = (0, 1, 30, 500, 2000, 2100, 
 
 def by_lmdb(path: Path, *, engine: int = 0, subdir: bool = True) -> list[tuple[bytes, bytes]]:
     """The records of the main database, in order, by py-lmdb."""
-    with lmdb.open(str(path), readonly=True, lock=False, lib_version=engine, subdir=subdir) as env, env.begin() as txn:
+    with lmdb.open(str(path), readonly=True, lock=False, **by_engine(engine), subdir=subdir) as env, env.begin() as txn:
         return list(txn.cursor())
 
 
@@ -102,7 +109,7 @@ def random_environment(path: Path, seed: int, engine: int) -> Iterator[tuple[lmd
     options: dict[str, Any] = {"writemap": chance.random() < 0.3, "subdir": chance.random() < 0.7}
     if engine == 1:
         options["writemap"] = False  # mdb_freelist_save of LMDB 1.0.2 aborts the process ("x <= dl[0].mid")
-    with lmdb.open(str(path), map_size=MAP_NBYTES, max_dbs=8, lib_version=engine, sync=False, **options) as env:
+    with lmdb.open(str(path), map_size=MAP_NBYTES, max_dbs=8, **by_engine(engine), sync=False, **options) as env:
         databases = [
             Database(None, {}),
             *(Database(name, chance.choice(FLAGS)) for name in NAMES[: chance.randint(0, 3)]),

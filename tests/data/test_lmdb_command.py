@@ -7,7 +7,7 @@ from pathlib import Path
 
 import lmdb
 import pytest
-from data.databases import make, some_records
+from data.databases import ENGINES, by_engine, make, some_records
 from programs import command_line
 
 from fastensor.data import LmdbIndex
@@ -32,14 +32,14 @@ def test_an_index_is_built_and_described(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_databases_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "data"
-    with lmdb.open(str(path), max_dbs=1, lib_version=1) as env:
+    with lmdb.open(str(path), max_dbs=1, **by_engine(ENGINES[-1])) as env:
         labels = env.open_db(b"labels", dupsort=True)
         with env.begin(write=True, db=labels) as txn:
             for number in range(5):
                 txn.put(b"key", b"%d" % number)
     status, out, _ = command_line(capsys, "data", "inspect", path)
     assert status == 0
-    assert "LMDB, data version 3" in out
+    assert f"LMDB, data version {3 if 1 in ENGINES else 1}" in out
     assert "labels" in out
     _, out, _ = command_line(capsys, "data", "inspect", path, "--json")
     main, other = json.loads(out)["databases"]

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import lmdb
 import pytest
-from data.databases import ENGINES, make, some_records
+from data.databases import ENGINES, by_engine, make, some_records
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +32,7 @@ def sound(engine: int) -> bytes:
     """A file with everything in it: values on pages and out of line, sub-pages, trees of values, packed or not."""
     with TemporaryDirectory() as folder:
         path = Path(folder, "data")
-        options = {"map_size": 1 << 24, "max_dbs": 2, "lib_version": engine, "subdir": False, "sync": False}
+        options = {"map_size": 1 << 24, "max_dbs": 2, "subdir": False, "sync": False} | by_engine(engine)
         with lmdb.open(str(path), **options) as env:
             values, packed = env.open_db(b"values", dupsort=True), env.open_db(b"packed", dupsort=True, dupfixed=True)
             with env.begin(write=True) as txn:
@@ -213,10 +213,14 @@ def test_lies_are_told(tmp_path: Path, engine: int, lie: str) -> None:
 
 
 def test_pages_that_a_writer_is_about_to_replace_are_refused(tmp_path: Path) -> None:
-    dirty, later = File(0), File(1)
+    dirty = File(0)
     dirty.put("H", dirty.leaf + 10, dirty.get("H", dirty.leaf + 10) | 0x10)
-    later.put("Q", later.leaf + 8, 99)
-    for file, message in ((dirty, "a transaction is writing it"), (later, "a later transaction has written it")):
+    files = [(dirty, "a transaction is writing it")]
+    if 1 in ENGINES:
+        later = File(1)
+        later.put("Q", later.leaf + 8, 99)
+        files.append((later, "a later transaction has written it"))
+    for file, message in files:
         path = tmp_path / "file"
         path.write_bytes(file.data)
         with pytest.raises(CorruptDatasetError, match=message):

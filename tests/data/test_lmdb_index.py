@@ -14,13 +14,13 @@ from typing import Literal
 import lmdb
 import numpy as np
 import pytest
-from data.databases import ENGINES, by_index, by_lmdb, make, overwrite, some_records, values_of
+from data.databases import ENGINES, by_engine, by_index, by_lmdb, make, overwrite, some_records, values_of
 
 from fastensor.data import LmdbIndex
 from fastensor.errors import DatasetChangedError, FastensorError, UnknownKeyError
 
 
-@pytest.fixture(params=ENGINES, ids=["0.9", "1.0"])
+@pytest.fixture(params=ENGINES, ids=["0.9", "1.0"][: len(ENGINES)])
 def engine(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
@@ -144,7 +144,7 @@ def test_a_commit_is_noticed_by_its_number(tmp_path: Path, engine: int) -> None:
 
 def test_named_databases(tmp_path: Path, engine: int) -> None:
     path = tmp_path / "data"
-    with lmdb.open(str(path), max_dbs=2, lib_version=engine) as env:
+    with lmdb.open(str(path), max_dbs=2, **by_engine(engine)) as env:
         for name in (b"images", b"labels"):
             with env.begin(write=True, db=env.open_db(name)) as txn:
                 txn.put(b"key", name)
