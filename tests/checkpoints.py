@@ -41,6 +41,15 @@ def load(state: dict[str, Any], reader: Any, *, no_dist: bool = True, **options:
     return state
 
 
+def fails_to_load(state: dict[str, Any], reader: FastensorStorageReader, why: str) -> None:
+    """See that metadata cannot be read. Before torch 2.13, ``dcp.load`` does not say why."""
+    with pytest.raises(Exception, match=why):
+        reader.read_metadata()
+    said = why if torch.__version__ >= "2.13" else "metadata is None"
+    with pytest.raises(dcp.api.CheckpointException, match=said):
+        load(state, reader)
+
+
 def state_of_all_kinds() -> dict[str, Any]:
     """Tensors of all dtypes and layouts, large and small; other objects; nested."""
     base = torch.randn(300, 500)

@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import safetensors.torch
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model, init_empty_weights
 from accelerate.hooks import remove_hook_from_module
 from accelerate.utils import offload_state_dict
+from packaging.version import Version
 from programs import run
 from torch import Tensor, nn
 
@@ -812,7 +814,9 @@ def test_folders(tmp_path: Path) -> None:
 
 
 def test_every_dtype_of_an_offload_folder(tmp_path: Path) -> None:
-    dtypes = (torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool)
+    dtypes = [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+    if Version(accelerate.__version__) >= Version("1.15"):  # older ones cannot write it
+        dtypes.append(torch.float8_e4m3fn)
     state = {str(dtype): torch.arange(3).to(dtype) for dtype in dtypes} | {"scalar": torch.tensor(7)}
     offload_state_dict(tmp_path, state)
     with CheckpointMapping(tmp_path) as weights:

@@ -445,7 +445,11 @@ def test_other_commands_are_accelerates(
     assert shown in capsys.readouterr().out
 
 
-def test_the_environment_is_shown(command: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_environment_is_shown(
+    command: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Accelerate before 1.15 fails if the shell does not find it.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     path = file_with(tmp_path, {"verify": False})
     with pytest.raises(IndexError):  # nothing was launched
         command("env", "--config_file", path)

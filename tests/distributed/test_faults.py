@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import load, save, stamped, step_of, unstamped
+from checkpoints import fails_to_load, load, save, stamped, step_of, unstamped
 from torch.distributed.checkpoint import FileSystemWriter
 
 import fastensor
@@ -106,8 +106,7 @@ def test_damaged_metadata_are_not_run(tmp_path: Path) -> None:
     save({"name": torch.ones(3)}, FastensorStorageWriter(tmp_path))
     path = tmp_path / ".metadata"
     path.write_bytes(path.read_bytes().replace(b"name", b"came"))
-    with pytest.raises(dcp.api.CheckpointException, match="has CRC32"):
-        load({"came": torch.zeros(3)}, FastensorStorageReader(tmp_path, weights_only=False))
+    fails_to_load({"came": torch.zeros(3)}, FastensorStorageReader(tmp_path, weights_only=False), "has CRC32")
 
 
 def test_damaged_values_on_request(tmp_path: Path) -> None:
@@ -148,8 +147,7 @@ def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
 def test_an_incomplete_checkpoint(tmp_path: Path) -> None:
     save(stamped(1), FastensorStorageWriter(tmp_path))
     (tmp_path / ".metadata").unlink()
-    with pytest.raises(dcp.api.CheckpointException, match="No such file"):
-        load(unstamped(), FastensorStorageReader(tmp_path))
+    fails_to_load(unstamped(), FastensorStorageReader(tmp_path), "No such file")
 
 
 def test_old_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:

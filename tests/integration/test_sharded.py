@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import tempfile
 from contextlib import nullcontext
@@ -288,11 +289,15 @@ def language_model(*, seed: int = 0, tied: bool = True) -> Any:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("most", [10_000, 10**9])
 def test_files_are_byte_for_byte_those_of_transformers(tmp_path: Path, tied: bool, most: int) -> None:
+    transformers = pytest.importorskip("transformers")
     model = language_model(tied=tied)
     model.save_pretrained(tmp_path / "theirs", max_shard_size=most)
     fastensor.save_sharded(model, tmp_path / "ours", shard_nbytes=most, checksums=False)
     expected = {path.name: path.read_bytes() for path in (tmp_path / "theirs").glob("model*")}
-    assert {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()} == expected
+    found = {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()}
+    if INDEX in expected and transformers.__version__.startswith("4.") and b"total_parameters" not in expected[INDEX]:
+        found[INDEX] = re.sub(rb' *"total_parameters": \d+,\n', b"", found[INDEX])  # newer releases write it
+    assert found == expected
     assert len(expected) == 1 or most == 10_000
 
 
