@@ -134,10 +134,9 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors have the same bytes."""
-    first, second = first.contiguous(), second.contiguous()
-    return first.dtype == second.dtype and torch.equal(
-        first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8)
-    )
+    # Bytes get a dimension of their own, because the stride of one element may be any.
+    first, second = (one.contiguous().view(-1).unsqueeze(-1) for one in (first, second))
+    return first.dtype == second.dtype and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 def _misfit(files: WeightFiles, path: str, names: Mapping[str, str], model: nn.Module) -> FastensorError | None:

@@ -272,6 +272,20 @@ def test_tied_weights_of_which_the_file_has_both(path: Path) -> None:
         CheckpointMapping(path, tied_model())
 
 
+def test_tied_weights_of_one_value_that_is_a_part_of_a_row(tmp_path: Path) -> None:
+    """The stride of a dimension with one element may be any."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = self.second = nn.Parameter(torch.zeros(1))
+
+    row = torch.arange(8.0)
+    torch.save({"first": row[2:4:2], "second": row[2:5:2][:1]}, tmp_path / "x.bin")
+    with CheckpointMapping(tmp_path / "x.bin", Scaled()) as weights:
+        assert weights["first"].tolist() == weights["second"].tolist() == [2.0]
+
+
 # --- buffers ---
 
 

@@ -538,6 +538,17 @@ def test_integers_that_doubles_do_not_tell_apart(tmp_path: Path) -> None:
         assert found.tensors[0].elements == count
 
 
+def test_one_value_of_a_strided_tensor_is_compared(tmp_path: Path) -> None:
+    """The stride of a dimension with one element may be any."""
+    for name, value in (("a.pt", 3.0), ("b.pt", 4.0)):
+        one = torch.full((8,), value)[::2][:1]
+        assert one.stride() == (2,)
+        fastensor.save({"w": one}, tmp_path / name)
+    assert fastensor.diff(tmp_path / "a.pt", tmp_path / "a.pt").same
+    (found,) = fastensor.diff(tmp_path / "a.pt", tmp_path / "b.pt").tensors
+    assert found.largest == 1
+
+
 def test_a_broken_index_hides_no_other_results(capsys: Any, tmp_path: Path, ckpt: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("{")
     status, out, _ = command_line(capsys, "verify", ckpt, tmp_path / "model.safetensors.index.json")

@@ -60,7 +60,7 @@ def assert_same(found: Any, expected: Any) -> None:
 def bits_of(tensor: torch.Tensor) -> bytes:
     if not tensor.numel():
         return b""
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.resolve_conj().resolve_neg().contiguous().unsqueeze(-1).view(torch.uint8).numpy().tobytes()
 
 
 TORCH_DTYPES = [
@@ -308,6 +308,13 @@ def test_memory_has_to_be_aligned() -> None:
     encoded.write_into(memory)
     with pytest.raises(ValueError, match="multiple of 16"):
         decode(memory)
+
+
+def test_one_value_of_a_strided_tensor() -> None:
+    """The stride of a dimension with one element may be any."""
+    value = torch.arange(8, dtype=torch.int16)[3::2][:1]
+    assert value.stride() == (2,)
+    assert_same(decode(memory_of({"x": value})), {"x": value})
 
 
 @given(VALUES, st.data())

@@ -398,7 +398,7 @@ def _compare(name: str, one: _Side, two: _Side, closeness: _Closeness | None) ->
 
 def _differing(one: torch.Tensor, two: torch.Tensor, closeness: _Closeness) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The elements of both that differ; None if there are none."""
-    of_bytes = [part.view(torch.uint8).view(-1, part.dtype.itemsize) for part in (one, two)]
+    of_bytes = [part.unsqueeze(-1).view(torch.uint8) for part in (one, two)]  # the stride of one element may be any
     others = (of_bytes[0] != of_bytes[1]).any(dim=1)
     if not others.any():
         return None

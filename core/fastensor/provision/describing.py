@@ -124,7 +124,7 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return flat.unsqueeze(-1).view(torch.uint8).reshape(-1).numpy().data  # the stride of one element may be any
 
 
 def _module_of(kind: type) -> str:
