@@ -265,7 +265,7 @@ def leave(config: FastensorConfig, folder: Path, rank: int) -> Any:
 
 
 def leave_group(config: FastensorConfig, folder: Path, rank: int) -> Any:
-    """What became of a save that was pending when the process group was destroyed: its error, and what was published."""
+    """What became of a save that was pending when the process group was destroyed: its error, what was published."""
     fastensor_accelerate.enable(config)
     found = begin(folder, rank)
     found.accelerator.save_state()
