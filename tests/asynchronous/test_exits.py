@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +17,9 @@ import fastensor
 PROGRAM = Path(__file__).with_name("program.py")
 OLD, NEW = {"w": torch.zeros(3)}, {"w": torch.full((3 << 20,), 2.0)}
 TIMEOUT_SECONDS = 60
+STARTS_THREADS_AT_EXIT = not (3, 12) <= sys.version_info < (3, 12, 3)
+"""https://github.com/python/cpython/issues/113964"""
+WITHOUT_THREADS = "direct is not used: no thread can be started (can't create new thread at interpreter shutdown)\n"
 
 
 @pytest.fixture
@@ -63,7 +67,7 @@ def read_until(word: str, file: IO[str] | None) -> None:
 def test_what_is_pending_is_finished(path: Path, way: str, code: int, message: str) -> None:
     found, errors = run(path, way)
     assert (found, message in errors) == (code, True), errors
-    assert message or not errors
+    assert message or not errors or (errors == WITHOUT_THREADS and not STARTS_THREADS_AT_EXIT)
     assert_only(path, NEW)
 
 
