@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Self
@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
-from fastensor.backends import registry
-from fastensor.backends.to_device import entered
+from fastensor.backends import registry, streams
 from fastensor.errors import UnknownKeyError
 from fastensor.files.arguments import as_nbytes, check_flags, checks_keywords
 from fastensor.files.shown import shown
@@ -337,9 +336,7 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
 
     def _begin(self, stored: str) -> Future[torch.Tensor]:
         """Have the thread read a tensor."""
-        stream: AbstractContextManager[None] = nullcontext()
-        if self._device.type == "cuda":  # memory belongs to the stream that uses it
-            stream = entered(torch.cuda.current_stream(self._device))
+        stream = streams.entered_current(self._device)  # memory belongs to the stream that uses it
         return self._thread.submit(self._read, stored, stream)
 
     def _read(self, stored: str, stream: AbstractContextManager[None]) -> torch.Tensor:

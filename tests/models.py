@@ -203,7 +203,7 @@ def large() -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 def slot_files(offload: ActivationOffload) -> list[SlotFile]:
     """The nameless files that hold activations now."""
-    return offload._engine.swapper()._tiers.slots.files
+    return offload._engine.swapper(torch.device("cpu"))._tiers.slots.files
 
 
 def in_threads(work: Callable[[torch.Tensor], None], inputs: Iterable[torch.Tensor]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 import io
-import mmap
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 
 import fastensor
 from fastensor.backends import gds, registry
-from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, BufferPool
+from fastensor.backends.buffers import BUFFER_NBYTES, BufferPool, map_buffers
 from fastensor.backends.device_crc32 import PendingCrc32s
 
 pytestmark = [
@@ -97,6 +97,36 @@ def test_an_asynchronous_save_waits_for_queued_work_and_for_nothing_that_comes_l
             found = torch.load(tmp_path / "x", "cpu")
             assert (found["w"] == attempt + 1).all()
             assert found["host"][0] == attempt
+
+
+def test_an_asynchronous_save_returns_before_the_device_has_copied(
+    tmp_path: Path, occupy: Callable[[int], None]
+) -> None:
+    state = {"w": torch.ones(32 << 20, device="cuda")}
+    with fastensor.AsyncWriter() as writer:
+        writer.save(state, tmp_path / "x").result()  # maps and pins the staging memory
+        occupy(2_000_000_000)
+        before = torch.cuda.current_stream().record_event()
+        handle = writer.save(state, tmp_path / "x")
+        assert not before.query(), "the copies are behind work that is not done"
+        state["w"].zero_()
+        handle.result()
+    assert (torch.load(tmp_path / "x", "cpu")["w"] == 1).all()
+
+
+def test_memory_that_is_dropped_after_an_asynchronous_save_is_not_used_before_it_is_copied(
+    tmp_path: Path, occupy: Callable[[int], None]
+) -> None:
+    with fastensor.AsyncWriter() as writer:
+        for attempt in range(5):
+            state = {"w": torch.full((32 << 20,), float(attempt), device="cuda")}
+            occupy(200_000_000)
+            handle = writer.save(state, tmp_path / "x")
+            del state
+            noise = [torch.full((32 << 20,), -1.0, device="cuda") for _ in range(3)]
+            handle.result()
+            assert (torch.load(tmp_path / "x", "cpu")["w"] == attempt).all()
+            del noise
 
 
 def test_an_asynchronous_save_takes_no_device_memory(tmp_path: Path) -> None:
@@ -281,26 +311,27 @@ def test_compat_mode_is_told_apart_from_gpudirect_storage(tmp_path: Path, caplog
     assert ("compat mode" in caplog.text) == bool(gds.compat_reason())
 
 
-def test_buffers_for_a_device_are_pinned_until_they_are_released() -> None:
-    pool = BufferPool()
+def test_buffers_for_a_device_are_pinned_until_they_are_dropped() -> None:
+    pool = BufferPool(lambda: 2 * BUFFER_NBYTES)
+    pool.reserve(2 * BUFFER_NBYTES)
     with pool.lending() as lent:
-        buffer = pool.take(lent)
-        buffer.prepare(torch.device("cuda"))
-        assert buffer.as_tensor().is_pinned()
-        buffer.release()
-        assert not buffer.as_tensor().is_pinned()
+        memory = pool.take(lent).as_tensor()
+        lent[0].prepare(torch.device("cuda"))
+        assert memory.is_pinned()
+    pool.close()
+    gc.collect()
+    assert not memory.is_pinned()
 
 
 def test_memory_that_cannot_be_pinned_leaves_no_error_to_later_calls() -> None:
-    memory = mmap.mmap(-1, BUFFER_NBYTES)
-    first, second = (Buffer(memory, 0, BUFFER_NBYTES) for _ in range(2))
-    first.prepare(torch.device("cuda"))
+    (buffer,) = map_buffers(1)
+    cudart = torch.cuda.cudart()
+    assert int(cudart.cudaHostRegister(buffer.address, buffer.nbytes, 0)) == 0
     try:
-        second.prepare(torch.device("cuda"))  # it is pinned already
+        buffer.prepare(torch.device("cuda"))  # it is pinned already
         assert torch.ones(10, device="cuda").sum().item() == 10
     finally:
-        second.release()
-        first.release()
+        assert int(cudart.cudaHostUnregister(buffer.address)) == 0
 
 
 def test_gds_reserves_no_more_device_memory_each_time(tmp_path: Path) -> None:

@@ -112,6 +112,22 @@ def test_streams_race_with_the_copies(tmp_path: Path, occupy: Callable[[int], No
             torch.cuda.synchronize()
 
 
+def test_copies_to_host_memory_are_not_waited_for(occupy: Callable[[int], None]) -> None:
+    x = torch.randn(8 << 20, device="cuda", requires_grad=True)
+    (expected,) = torch.autograd.grad((x * 2).exp().sin().square().tanh().sum(), x)
+    with ActivationOffload(OffloadConfig(schedule="all", target="dram", dram_bytes=4 << 30)) as offload:
+        for attempt in range(4):
+            occupy(2_000_000_000 if attempt else 1)
+            before = torch.cuda.current_stream().record_event()
+            with offload.step():
+                loss = (x * 2).exp().sin().square().tanh().sum()
+            assert not (attempt and before.query()), "the forward pass has only been queued"
+            (found,) = torch.autograd.grad(loss, x)
+            assert torch.equal(found, expected)
+            del loss
+        assert offload.statistics().offloaded_bytes > 0
+
+
 @pytest.mark.parametrize("codecs", [("csr",), ("fp16",), ("csr", "fp16")], ids=str)
 def test_codecs_make_outputs_of_relu_smaller(tmp_path: Path, codecs: tuple[Codec, ...]) -> None:
     net = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.ReLU())]).cuda()

@@ -19,6 +19,7 @@ from fastensor.backends import registry, to_device
 from fastensor.backends.base import Extent
 from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.backends.fallback import available_names
+from fastensor.backends.streams import Copies
 from fastensor.backends.to_device import DeviceTarget, Filler, read_through_host
 from fastensor.checkpoint import placement, torch_file
 
@@ -215,7 +216,7 @@ def test_ranges_of_a_file(tmp_path: Path, backend: str) -> None:
                 expected = zlib.crc32(content[begin:end]) if checksum else 0
                 assert filler.fill(storage, begin, checksum=checksum) == expected
                 assert bytes(to_device.memory_of(storage)) == content[begin:end]
-        target = DeviceTarget(torch.empty(len(content), dtype=torch.uint8), None)
+        target = DeviceTarget(torch.empty(len(content), dtype=torch.uint8), Copies([], "load"))
         assert read_through_host(reader, 0, target, checksum=True) == zlib.crc32(content)
         assert target.values.numpy().tobytes() == content
         with pytest.raises(OSError, match="ends before"):

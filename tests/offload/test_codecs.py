@@ -179,7 +179,7 @@ def test_memory_that_changes_while_it_is_encoded(make: Any, monkeypatch: pytest.
 def test_the_ratio_of_a_tensor_is_known_in_the_next_pass(make: Any) -> None:
     offload = make(codecs=("csr",))
     gradients(relu_net, offload)
-    swapper = offload._engine.swapper()
+    swapper = offload._engine.swapper(torch.device("cpu"))
     marks = []
     admit = swapper.admit
     with mock.patch.object(swapper, "admit", lambda saved: (marks.append(saved.mark), admit(saved))[-1]):

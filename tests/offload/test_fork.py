@@ -143,7 +143,7 @@ def locked(offload: ActivationOffload) -> Iterator[None]:
 
     def hold() -> None:
         with ExitStack() as all_at_once:
-            all_at_once.enter_context(offload._engine.swapper()._lock)
+            all_at_once.enter_context(offload._engine.swapper(torch.device("cpu"))._lock)
             all_at_once.enter_context(offload._engine._lock)
             for one in forward_passes:
                 all_at_once.enter_context(one._lock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -15,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fastensor.backends.buffers import Buffer
+from fastensor.backends.buffers import map_buffers
 from fastensor.errors import OffloadError
 from fastensor.offload import ActivationOffload, copying
 
@@ -260,7 +259,7 @@ def test_a_subclass_that_refuses_every_function(make: Any) -> None:
 def test_memory_that_cannot_be_reached_is_no_fault_of_a_backend() -> None:
     zeros = torch._efficientzerotensor((8, 8)).untyped_storage()
     with pytest.raises(OffloadError, match="the memory of a saved tensor cannot be reached"):
-        copying.copy_out(zeros, 0, zeros.nbytes(), Buffer(mmap.mmap(-1, 4096), 0, 4096), None)
+        copying.copy_out(zeros, 0, zeros.nbytes(), map_buffers(1)[0], None)
     with pytest.raises(OffloadError, match="the memory of a saved tensor cannot be reached"):
         copying.pages_of(zeros, 0, zeros.nbytes())
 

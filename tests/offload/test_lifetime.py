@@ -19,7 +19,7 @@ from programs import Program, run
 from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fastensor.offload import ActivationOffload, OffloadConfig, OffloadError, copying
+from fastensor.offload import ActivationOffload, OffloadConfig, OffloadError
 from fastensor.offload.jobs import THREADS
 from fastensor.offload.swapper import Swapper
 
@@ -146,8 +146,8 @@ def test_graphs_that_are_never_used_leave_nothing(make: Any) -> None:
     x = torch.randn(64, 64)
     with ExitStack() as all_at_once:  # memory that is taken when so many threads first copy at once
         for _ in range(2 * THREADS):
-            block = all_at_once.enter_context(offload._engine.swapper()._tiers.bounce_block())
-            copying.prepare(block, torch.device("cpu"))
+            block = all_at_once.enter_context(offload._engine.swapper(torch.device("cpu"))._tiers.bounce_block())
+            block.prepare(torch.device("cpu"))
     sizes, resident = [], []
     for number in range(1000):
         with offload.step():

@@ -130,7 +130,7 @@ def test_the_peaks_of_memory_are_counted_with_and_without_offloading(make: Any, 
     assert f"of memory in place of {human_size(SAVED * EACH)}, at " in str(found)
     offload.settle()
     train(net, None)
-    assert offload._engine.swapper().saved_bytes() == (0, 0)
+    assert offload._engine.swapper(torch.device("cpu")).saved_bytes() == (0, 0)
     assert offload._engine.planner.resident_bytes() == 0
 
 
@@ -158,7 +158,7 @@ def test_freed_memory_is_returned_where_nothing_stays_or_memory_is_short(
     for _ in range(3):
         train(net, offload, settle=True)
     assert offload.statistics().offloaded
-    offload._engine.swapper()._jobs.shut_down()  # jobs that have begun have ended
+    offload._engine.swapper(torch.device("cpu"))._jobs.shut_down()  # jobs that have begun have ended
     assert bool(trimmed) == returns
     trimmed.clear()
     offload.close()
@@ -190,7 +190,7 @@ class Memory:
         self.nbytes = nbytes
 
     def free(self) -> int:
-        return self.nbytes - self.offload._engine.swapper().saved_bytes()[1] - self.resident()
+        return self.nbytes - self.offload._engine.swapper(torch.device("cpu")).saved_bytes()[1] - self.resident()
 
     def resident(self) -> int:
         return self.offload._engine.planner.resident_bytes()
@@ -256,7 +256,7 @@ def test_what_stays_is_freed_with_its_graph(make: Any) -> None:
         found.clear()
         with offload.step():
             loss = net(batch()).square().sum()
-        with offload._engine.swapper()._lock:
+        with offload._engine.swapper(torch.device("cpu"))._lock:
             assert not any(one.expired() for one in found)
             if end == "is dropped":
                 del loss
@@ -307,7 +307,7 @@ def test_what_is_noted_of_what_stays_does_not_grow(make: Any) -> None:
     for _ in range(200):
         with offload.step():
             net(batch(8))
-    assert len(offload._engine.swapper()._staying) <= 600
+    assert len(offload._engine.swapper(torch.device("cpu"))._staying) <= 600
     first.backward()
 
 
@@ -460,8 +460,12 @@ def test_tensors_that_others_keep_ask_for_no_memory_of_the_host() -> None:
 
 
 def test_the_same_sizes_on_another_device_are_another_form(make: Any) -> None:
-    forward = ForwardPass(make()._engine.swapper(), lambda form, saved: PrefetchSchedule([]), PassRecord())
-    other = ForwardPass(make()._engine.swapper(), lambda form, saved: PrefetchSchedule([]), PassRecord())
+    forward = ForwardPass(
+        make()._engine.swapper(torch.device("cpu")), lambda form, saved: PrefetchSchedule([]), PassRecord()
+    )
+    other = ForwardPass(
+        make()._engine.swapper(torch.device("cpu")), lambda form, saved: PrefetchSchedule([]), PassRecord()
+    )
     assert forward.mark(100, torch.float32, torch.device("cpu")) != other.mark(100, torch.float32, torch.device("cuda"))
 
 

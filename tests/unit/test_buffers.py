@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from unittest import mock
 
 import pytest
 import torch
 
 from fastensor.backends import buffers
-from fastensor.backends.buffers import BUFFER_COUNT, BUFFER_NBYTES, Buffer, BufferPool, map_buffers
+from fastensor.backends.buffers import BUFFER_COUNT, BUFFER_NBYTES, Buffer, BufferPool, map_buffers, runs_of
 
 
 def no_waiting() -> AbstractContextManager[None]:
@@ -74,20 +75,45 @@ def test_idle_buffers_are_touched_and_lent_ones_left_alone() -> None:
     assert pool.nbytes == 0
 
 
+@contextmanager
+def cuda(status: int = 0) -> Iterator[mock.Mock]:
+    """CUDA's functions, which answer with a status."""
+    cudart = mock.Mock(**{"cudaHostRegister.return_value": status, "cudaHostUnregister.return_value": 0})
+    with (
+        mock.patch.object(buffers, "_cudart", return_value=cudart),
+        mock.patch("torch.cuda.device"),
+        mock.patch("torch.cuda.check_error"),
+    ):
+        yield cudart
+
+
 @pytest.mark.parametrize("limit", [None, lambda: 3 * BUFFER_NBYTES])
-def test_a_dropped_pool_unpins_its_memory(monkeypatch: pytest.MonkeyPatch, limit: None) -> None:
-    released: list[Buffer] = []
-    monkeypatch.setattr(Buffer, "release", lambda self: released.append(self))
-    pool = BufferPool(limit)
-    if limit is None:
+def test_a_dropped_pool_unpins_its_memory(limit: None) -> None:
+    with cuda() as cudart:
+        pool = BufferPool(limit)
+        if limit is not None:
+            pool.reserve(3 * BUFFER_NBYTES)
         with pool.lending() as held:
-            taken = [pool.take(held) for _ in range(3)]
-        del taken
-    else:
-        pool.reserve(3 * BUFFER_NBYTES)
-    del pool
-    gc.collect()
-    assert len(released) == 3
+            for _ in range(3):
+                pool.take(held).prepare(torch.device("cuda", 0))
+        mappings = 3 if limit is None else 1
+        assert cudart.cudaHostRegister.call_count == mappings
+        cudart.cudaHostUnregister.assert_not_called()
+        del pool
+        gc.collect()
+        assert cudart.cudaHostUnregister.call_count == mappings
+
+
+def test_lent_memory_is_unpinned_when_it_is_dropped_after_its_pool() -> None:
+    with cuda() as cudart:
+        pool, held = BufferPool(lambda: 2 * BUFFER_NBYTES), list[Buffer]()
+        pool.reserve(2 * BUFFER_NBYTES)
+        pool.take(held).prepare(torch.device("cuda", 0))
+        pool.close()
+        cudart.cudaHostUnregister.assert_not_called()
+        held.clear()
+        gc.collect()
+        cudart.cudaHostUnregister.assert_called_once()
 
 
 def test_a_pool_without_a_limit_keeps_what_one_transfer_needs_and_lends_it_again() -> None:
@@ -121,14 +147,13 @@ def test_buffers_stay_with_their_process() -> None:
         buffer = limited.take(held)
         assert buffer.address % 4096 == 0
         buffer.array[0] = 7
-        buffer._pinned_for = torch.device("cuda")  # in the child, CUDA must not be asked
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
                 seen = int(buffer.array[0])
                 buffer.array[0] = 8
-                buffer.release()
+                buffers._unpin(buffer.address, torch.device("cuda"), os.getppid())  # CUDA must not be asked
                 assert (seen, limited.nbytes, limited.free_nbytes, unlimited.free_nbytes) == (0, 0, 0, 0)
                 limited.give(buffer)
                 assert limited.free_nbytes == 0
@@ -140,21 +165,45 @@ def test_buffers_stay_with_their_process() -> None:
                 code = 0
             finally:
                 os._exit(code)
-        buffer._pinned_for = None
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert buffer.array[0] == 7
 
 
+def test_buffers_that_were_mapped_together_are_pinned_and_unpinned_together() -> None:
+    device = torch.device("cuda", 0)
+    with cuda() as cudart:
+        mapped = map_buffers(3)
+        address = mapped[0].address
+        for buffer in mapped:
+            buffer.prepare(device)
+        cudart.cudaHostRegister.assert_called_once_with(address, 3 * BUFFER_NBYTES, 0)
+        del buffer, mapped[:2]
+        gc.collect()
+        cudart.cudaHostUnregister.assert_not_called()
+        mapped.clear()
+        gc.collect()
+        cudart.cudaHostUnregister.assert_called_once_with(address)
+
+
+def test_neighbours_are_one_run() -> None:
+    first, other = map_buffers(4), map_buffers(2)
+    for number, buffer in enumerate((*first, *other)):
+        buffer.array[:] = number
+    chosen = [first[1], first[2], other[0], first[0], first[3], other[1]]
+    found = [(run.numel() // BUFFER_NBYTES, run[::BUFFER_NBYTES].tolist()) for run in runs_of(chosen)]
+    assert found == [(2, [1, 2]), (1, [4]), (1, [0]), (1, [3]), (1, [5])]
+    assert [run.numel() for run in runs_of(first)] == [4 * BUFFER_NBYTES]
+    assert next(runs_of(first)).data_ptr() == first[0].address
+    assert not list(runs_of([]))
+
+
 def test_copies_work_without_pinning(caplog: pytest.LogCaptureFixture) -> None:
     buffers._warn_unpinned.cache_clear()
-    cudart = mock.Mock(**{"cudaHostRegister.return_value": 2})
-    with (
-        mock.patch.object(buffers, "_cudart", return_value=cudart),
-        mock.patch("torch.cuda.device"),
-        caplog.at_level(logging.WARNING, "fastensor"),
-    ):
-        for buffer in map_buffers(2):
+    with cuda(status=2) as cudart, caplog.at_level(logging.WARNING, "fastensor"):
+        for buffer in [*map_buffers(2), *map_buffers(1)]:
             buffer.prepare(torch.device("cuda", 0))
-            buffer.release()
+        del buffer
+        gc.collect()
     assert len(caplog.records) == 1
+    assert cudart.cudaHostRegister.call_count == 2
     cudart.cudaHostUnregister.assert_not_called()

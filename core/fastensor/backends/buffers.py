@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastensor.backends.memory import MADV_POPULATE_WRITE
+from fastensor.backends.memory import populate
 from fastensor.files.words import human_size
 
 BUFFER_NBYTES = 4 << 20
@@ -35,24 +35,62 @@ _MADV_WIPEONFORK = 18
 _logger = logging.getLogger("fastensor")
 
 
+class _Slab:
+    """Memory that was mapped at once, whose buffers are pinned together: a device copies across buffers only if it was
+    told about them in one call, and one call for much memory takes less time than many. It is unpinned before it is
+    unmapped, when no buffer is left."""
+
+    def __init__(self, memory: mmap.mmap, begin: int, nbytes: int) -> None:
+        self.view = memoryview(memory)[begin : begin + nbytes]
+        self._lock = threading.Lock()
+        self._was_tried = False
+
+    def pin(self, device: torch.device) -> None:
+        """Pin the memory, unless that was tried before."""
+        with self._lock:
+            if not self._was_tried:
+                self._was_tried = True
+                self._pin(device, int(np.frombuffer(self.view, dtype=np.uint8).ctypes.data))
+
+    def _pin(self, device: torch.device, address: int) -> None:
+        with torch.cuda.device(device):
+            status = int(_cudart().cudaHostRegister(address, self.view.nbytes, 0))
+            if status:
+                _clear_cuda_error()
+        if status:
+            _warn_unpinned(status)
+        else:
+            weakref.finalize(self, _unpin, address, device, os.getpid()).atexit = False
+
+
+def _unpin(address: int, device: torch.device, process: int) -> None:
+    if process == os.getpid():  # or else it is pinned for the parent
+        with torch.cuda.device(device):
+            torch.cuda.check_error(int(_cudart().cudaHostUnregister(address)))
+
+
 class Buffer:
     """``BUFFER_NBYTES`` of memory, aligned to pages. One thread uses it at a time: whoever fills it hands it on.
 
     In a forked child the memory is empty, and a pool neither lends it nor unpins it.
+
+    Args:
+        slab: the memory that the buffer is a part of.
+        begin: offset in the slab.
+        nbytes: size of the buffer.
     """
 
-    __slots__ = ("_begin", "_memory", "_pinned_for", "_process", "address", "array", "is_touched", "nbytes", "view")
+    __slots__ = ("_process", "_slab", "address", "array", "begin", "is_touched", "nbytes", "view")
 
-    def __init__(self, memory: mmap.mmap, begin: int, nbytes: int) -> None:
-        self._memory = memory
-        self._begin = begin
+    def __init__(self, slab: _Slab, begin: int, nbytes: int) -> None:
+        self._slab = slab
         self._process = os.getpid()
+        self.begin = begin
         self.nbytes = nbytes
-        self.view = memoryview(memory)[begin : begin + nbytes]
+        self.view = slab.view[begin : begin + nbytes]
         self.array: npt.NDArray[np.uint8] = np.frombuffer(self.view, dtype=np.uint8)
         self.address = int(self.array.ctypes.data)
         self.is_touched = False
-        self._pinned_for: torch.device | None = None
 
     @property
     def is_of_parent(self) -> bool:
@@ -60,41 +98,38 @@ class Buffer:
         return self._process != os.getpid()
 
     def prepare(self, device: torch.device | None = None) -> None:
-        """Back every page with memory, so that no transfer waits for it, and pin the memory if a CUDA device is given.
+        """Back every page with memory, so that no transfer waits for it, and pin the memory if a device of CUDA is
+        given, together with that of buffers that were mapped with it.
 
         Only the first call does anything. If CUDA refuses to pin, a warning is logged; copies still work, more slowly.
         """
         if not self.is_touched:
-            self._touch()
-        if device is not None and self._pinned_for is None:
-            self._pin(device)
+            populate(self.address, self.nbytes)
+            self.array[:: mmap.PAGESIZE] |= 0  # an older kernel has not done it
+            self.is_touched = True
+        if device is not None and device.type == "cuda":
+            self._slab.pin(device)
 
     def as_tensor(self) -> torch.Tensor:
         """A uint8 tensor over the same memory."""
         return torch.from_numpy(self.array)
 
-    def release(self) -> None:
-        """Unpin the memory. The memory itself is freed with the last reference to the buffer's mapping."""
-        if self._pinned_for is not None and not self.is_of_parent:
-            with torch.cuda.device(self._pinned_for):
-                torch.cuda.check_error(int(_cudart().cudaHostUnregister(self.address)))
-            self._pinned_for = None
 
-    def _touch(self) -> None:
-        try:
-            self._memory.madvise(MADV_POPULATE_WRITE, self._begin, self.nbytes)
-        except OSError:  # an older kernel
-            self.array[:: mmap.PAGESIZE] |= 0
-        self.is_touched = True
+def runs_of(buffers: Iterable[Buffer]) -> Iterator[torch.Tensor]:
+    """uint8 tensors over the memory of buffers, in order. Neighbours that were mapped together are one tensor."""
+    run: list[Buffer] = []
+    for buffer in buffers:
+        if run and not (run[-1]._slab is buffer._slab and run[-1].begin + run[-1].nbytes == buffer.begin):
+            yield _tensor_over(run)
+            run = []
+        run.append(buffer)
+    if run:
+        yield _tensor_over(run)
 
-    def _pin(self, device: torch.device) -> None:
-        with torch.cuda.device(device):
-            status = int(_cudart().cudaHostRegister(self.address, self.nbytes, 0))
-            if status == 0:
-                self._pinned_for = device
-                return
-            _clear_cuda_error()
-        _warn_unpinned(status)
+
+def _tensor_over(run: Sequence[Buffer]) -> torch.Tensor:
+    first, last = run[0], run[-1]
+    return torch.from_numpy(np.frombuffer(first._slab.view[first.begin : last.begin + last.nbytes], dtype=np.uint8))
 
 
 class BufferPool:
@@ -121,8 +156,6 @@ class BufferPool:
         self._peak = 0
         self._closed = False
         self._changed = threading.Condition()
-        # Unpins the memory of a pool that is dropped without having been closed.
-        weakref.finalize(self, _release_all, self._idle).atexit = False
         _pools.add(self)
 
     @property
@@ -212,8 +245,9 @@ class BufferPool:
             return
         if self._limit is None:
             self._idle.append(buffer)
-            if len(self._idle) > BUFFER_COUNT:
-                _release_all(self._idle, leave=BUFFER_COUNT)
+            with contextlib.suppress(IndexError):  # other threads may take buffers meanwhile
+                while len(self._idle) > BUFFER_COUNT:
+                    self._idle.pop()
             return
         with self._changed:
             self._idle.append(buffer)
@@ -262,7 +296,7 @@ class BufferPool:
 
     def _release_idle(self) -> None:
         self._count -= len(self._idle)
-        _release_all(self._idle)
+        self._idle.clear()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -283,15 +317,8 @@ def map_buffers(count: int) -> list[Buffer]:
             memory.madvise(advice)
     _mappings.add(memory)
     address = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
-    begin = -address % _HUGE_PAGE
-    return [Buffer(memory, begin + number * BUFFER_NBYTES, BUFFER_NBYTES) for number in range(count)]
-
-
-def _release_all(buffers: list[Buffer], leave: int = 0) -> None:
-    """Unpin buffers and drop them, until ``leave`` are left. Other threads may take buffers meanwhile."""
-    with contextlib.suppress(IndexError):
-        while len(buffers) > leave:
-            buffers.pop().release()
+    slab = _Slab(memory, -address % _HUGE_PAGE, count * BUFFER_NBYTES)
+    return [Buffer(slab, number * BUFFER_NBYTES, BUFFER_NBYTES) for number in range(count)]
 
 
 _pools: weakref.WeakSet[BufferPool] = weakref.WeakSet()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from isal import isal_zlib
 
+from fastensor.backends import streams
 from fastensor.backends.buffers import Buffer
 from fastensor.backends.memory import copy_memory
-from fastensor.backends.to_device import entered, stream_behind_current
+from fastensor.backends.streams import Copies, Event
 from fastensor.files.arguments import checks_keywords
 from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Payload, Piece
 from fastensor.stitch.source import FileBytes, check_size
@@ -31,7 +31,7 @@ class Window:
     nbytes: int
     late: list[Piece] = field(default_factory=list)
     """Pieces that are left to ``finish``: payload whose CRC32 is to be taken, and headers whose blanks depend on it."""
-    events: list[torch.cuda.Event] = field(default_factory=list)
+    events: Sequence[Event] = ()
     """Reached when devices have copied their bytes to the buffer."""
 
     @property
@@ -53,10 +53,11 @@ def copy_header(piece: Piece, header: Header, window: memoryview) -> None:
 
 
 class Copier:
-    """Copies parts of storages into memory of the host. Several threads may use it at once.
+    """Copies parts of storages into memory of the host.
 
-    CUDA storages are copied on streams of this object's own, ordered behind the work that was queued on the devices'
-    current streams when the object was made. Storages of other devices are copied synchronously.
+    Storages of devices with streams are copied behind the work that was queued on the devices' current streams when the
+    object was made: what is queued there later may change them meanwhile, unless :meth:`precede_current` is called.
+    Several threads may use the object at once if there are no such storages.
 
     Args:
         storages: what payload segments refer to; borrowed, neither resized nor written while they are copied.
@@ -65,13 +66,22 @@ class Copier:
     def __init__(self, storages: Sequence[torch.UntypedStorage | FileBytes]) -> None:
         self._storages = storages
         self._addresses = [_address(storage) for storage in storages]
-        self._streams = streams_behind_current(
-            {storage.device for storage in storages if isinstance(storage, torch.UntypedStorage)}, "save"
-        )
-        self.asynchronous = bool(self._streams)
+        self._sources: dict[int, torch.Tensor] = {}
+        """Storages of devices as tensors of bytes, by their numbers."""
+        devices = {storage.device for storage in storages if isinstance(storage, torch.UntypedStorage)}
+        self._copies = Copies(devices, "save").follow_current()
+        self.device = self._copies.device
+        """A device that copies come from, for which buffers are to be pinned."""
+        self.asynchronous = self.device is not None
         """Whether copies go on after :meth:`copy` has returned, until an event that is recorded later is reached."""
-        self.device = next(iter(self._streams), None)
-        """A CUDA device that copies come from, for which buffers are to be pinned."""
+        self.host_nbytes = sum(one.nbytes() for one, address in zip(storages, self._addresses, strict=True) if address)
+        """Bytes that :meth:`copy` copies itself."""
+        self.entered = self._copies.entered
+        """The block in which :meth:`copy` may be called."""
+        self.events = self._copies.events
+        """One event for each device, reached when all copies queued so far are done."""
+        self.synchronize = self._copies.synchronize
+        """Wait until no copy is under way."""
 
     def is_on_host(self, payload: Payload) -> bool:
         return bool(self._addresses[payload.storage])
@@ -82,7 +92,7 @@ class Copier:
         return None if isinstance(storage, torch.UntypedStorage) else storage
 
     def copy(self, piece: Piece, payload: Payload, buffer: Buffer, begin: int) -> None:
-        """Start copying a part of a storage into the window that begins at ``begin`` of the buffer.
+        """Copy a part of a storage, or queue that, into the window that begins at ``begin`` of the buffer.
 
         Raises:
             StateChangedError: the storage has another size than when the file was planned.
@@ -94,25 +104,21 @@ class Copier:
         if address := self._addresses[payload.storage]:
             copy_memory(buffer.address + at, address + start, piece.nbytes)
             return
-        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        stream = self._streams.get(storage.device)
-        with nullcontext() if stream is None else entered(stream):
-            buffer.as_tensor()[at : at + piece.nbytes].copy_(
-                source[start : start + piece.nbytes], non_blocking=stream is not None
-            )
+        source = self._source(payload.storage, storage)[start : start + piece.nbytes]
+        self._copies.copy(buffer.as_tensor()[at : at + piece.nbytes], source)
 
-    def record_events(self) -> list[torch.cuda.Event]:
-        """One event for each device, reached when all copies started so far are done."""
-        events = []
-        for device, stream in self._streams.items():
-            with torch.cuda.device(device):
-                events.append(stream.record_event())
-        return events
+    def let_go(self) -> None:
+        """Let the program change or free the storages now: what it queues on the devices' current streams follows the
+        copies, and so does another use of their memory."""
+        for source in self._sources.values():
+            self._copies.keep(source)
+        self._sources.clear()
+        self._copies.precede_current()
 
-    def synchronize(self) -> None:
-        """Return when no copy is in flight."""
-        for stream in self._streams.values():
-            stream.synchronize()
+    def _source(self, number: int, storage: torch.UntypedStorage) -> torch.Tensor:
+        if number not in self._sources:
+            self._sources[number] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return self._sources[number]
 
 
 class Checksums:
@@ -162,11 +168,6 @@ class Checksums:
 
 def _address(storage: torch.UntypedStorage | FileBytes) -> int:
     """Address of a storage in host memory; 0 if the storage is elsewhere."""
-    if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu":
-        return storage.data_ptr()
-    return 0
-
-
-def streams_behind_current(devices: Iterable[torch.device], purpose: str) -> dict[torch.device, torch.cuda.Stream]:
-    """The stream of each CUDA device for a purpose, ordered behind the work that is queued on its current stream."""
-    return {device: stream_behind_current(device, purpose) for device in set(devices) if device.type == "cuda"}
+    if not isinstance(storage, torch.UntypedStorage) or streams.are_on(storage.device):
+        return 0
+    return storage.data_ptr() if storage.device.type == "cpu" else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Self, TypeAlias
@@ -16,9 +16,9 @@ from typing import Self, TypeAlias
 import torch
 
 from fastensor.backends.buffers import BUFFER_COUNT, BUFFER_NBYTES
-from fastensor.backends.copier import Checksums, copy_header, streams_behind_current
+from fastensor.backends.copier import Checksums, copy_header
 from fastensor.backends.device_crc32 import PendingCrc32s
-from fastensor.backends.to_device import entered
+from fastensor.backends.streams import Copies, Event, wait_for
 from fastensor.stitch.image import Header, Payload, Piece
 from fastensor.stitch.source import Plan, check_size
 
@@ -50,7 +50,8 @@ class DeviceWindow:
     payloads: list[tuple[Piece, Payload]] = field(default_factory=list)
     checksums: PendingCrc32s | None = None
     """The CRC32s of the payloads."""
-    wait_for_payloads: Callable[[], None] = lambda: None
+    events: Sequence[Event] = ()
+    """Reached when the payloads are there, and their CRC32s."""
 
     def padded(self, alignment: int) -> torch.Tensor:
         """The data, and zeros behind it up to a multiple of the alignment, which divides ``ALIGNMENT``."""
@@ -81,9 +82,10 @@ class DeviceStager:
         self._checksums = Checksums(len(plan.storages))
         self._resources = ExitStack()
         self._free: list[torch.Tensor] = []
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._later: dict[torch.device, torch.cuda.Stream] = {}
-        """The streams for headers, which would wait for the next window's payload on the stream of payloads."""
+        devices = {one.device for one in plan.storages if isinstance(one, torch.UntypedStorage)} | {device}
+        self._copies = Copies(devices, "gather")
+        self._later = Copies({device}, "headers")
+        """For headers, which would wait for the next window's payload on the stream of payloads."""
 
     @property
     def checksums(self) -> tuple[int, ...]:
@@ -91,11 +93,10 @@ class DeviceStager:
 
     def __enter__(self) -> Self:
         buffers = self._resources.enter_context(_borrowed(self._device, self._prepare))
-        devices = {one.device for one in self._plan.storages if isinstance(one, torch.UntypedStorage)} | {self._device}
-        self._streams = streams_behind_current(devices, "gather")  # also behind what has used the buffers before
-        self._later = streams_behind_current({self._device}, "headers")
-        self._resources.callback(_synchronize, self._later)
-        self._resources.callback(_synchronize, self._streams)
+        self._copies.follow_current()  # also behind what has used the buffers before
+        self._later.follow_current()
+        self._resources.callback(self._later.synchronize)
+        self._resources.callback(self._copies.synchronize)
         self._free = list(buffers.each)
         return self
 
@@ -105,7 +106,7 @@ class DeviceStager:
     def begin(self, offset: int, nbytes: int) -> DeviceWindow:
         window = DeviceWindow(self._free.pop(), offset, nbytes)
         copies = []
-        with _entered(self._streams):
+        with self._copies.entered():
             for piece in self._plan.image.pieces(offset, offset + nbytes):
                 segment = piece.segment
                 if isinstance(segment, Header):
@@ -117,12 +118,11 @@ class DeviceStager:
                 window.payloads.append((piece, segment))
             window.buffer[nbytes : -(-nbytes // ALIGNMENT) * ALIGNMENT].zero_()
             window.checksums = PendingCrc32s(copies)
-            if self._device in self._streams:
-                window.wait_for_payloads = self._streams[self._device].record_event().synchronize
+            window.events = self._copies.events()
         return window
 
     def finish(self, window: DeviceWindow) -> None:
-        window.wait_for_payloads()
+        wait_for(window.events)
         found = window.checksums.values() if window.checksums is not None else []
         for (piece, payload), crc32 in zip(window.payloads, found, strict=True):
             self._checksums.combine(payload.storage, crc32, piece.nbytes)
@@ -157,26 +157,13 @@ class DeviceStager:
             self._checksums.fill_in(moved, header, memoryview(together))
             at += piece.nbytes
         at = 0
-        with _entered(self._later):
+        with self._later.entered():
             source = torch.frombuffer(together, dtype=torch.uint8).to(self._device)
             for piece, _ in window.headers:
                 target = window.buffer[piece.position : piece.position + piece.nbytes]
                 target.copy_(source[at : at + piece.nbytes], non_blocking=True)
                 at += piece.nbytes
-        _synchronize(self._later)
-
-
-@contextmanager
-def _entered(streams: dict[torch.device, torch.cuda.Stream]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for stream in streams.values():
-            stack.enter_context(entered(stream))
-        yield
-
-
-def _synchronize(streams: dict[torch.device, torch.cuda.Stream]) -> None:
-    for stream in streams.values():
-        stream.synchronize()
+        self._later.synchronize()
 
 
 class _DeviceBuffers:

@@ -137,8 +137,7 @@ class _GdsReader(RingReader):
             raise posix.EndOfFile(f"the file ends before offset {offset + target.nbytes}")
         announce_mode()
         self._fills_devices = True
-        if target.stream is not None:
-            target.stream.synchronize()  # queued work may use the memory, and kvikio knows no streams
+        target.settle()  # queued work may use the memory, and kvikio knows no streams
         pieces: list[Future[int]] = []
         try:
             for at in range(0, target.nbytes, BUFFER_NBYTES):

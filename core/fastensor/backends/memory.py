@@ -13,7 +13,7 @@ from isal import isal_zlib
 
 from fastensor.files import posix
 
-MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _WORTH_POPULATING_NBYTES = 64 << 10
 _PIECE_NBYTES = 4 << 20
@@ -37,7 +37,7 @@ def populate(address: int, nbytes: int) -> None:
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if end - begin >= _WORTH_POPULATING_NBYTES:
-        _madvise(begin, end - begin, MADV_POPULATE_WRITE)
+        _madvise(begin, end - begin, _MADV_POPULATE_WRITE)
 
 
 def map_file(fd: int, offset: int, nbytes: int, *, checksum: bool) -> tuple[torch.UntypedStorage, int]:

@@ -1,8 +1,9 @@
 """Snapshots: files whose bytes are copied into buffers first, and moved from there while the program goes on.
 
-The caller's threads copy windows of the image into buffers, in order, without looking at the bytes. The thread that
-moves the file takes the CRC32s and fills in headers. Buffers go back to the pool one by one as they have been written,
-so a file that is larger than the pool streams through it.
+The caller's threads copy windows of the image into buffers, in order, without looking at the bytes. If the bytes come
+from a device with streams, the caller only queues the copies, and the device orders them before what is queued later.
+The thread that moves the file waits for the copies, takes the CRC32s and fills in headers. Buffers go back to the pool
+one by one as they have been written, so a file that is larger than the pool streams through it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, BufferPool
 from fastensor.backends.copier import Copier, Window, copy_header
+from fastensor.backends.streams import Event, wait_until_over
 from fastensor.backends.threads import run_together, usable_cores
 from fastensor.errors import BackendUnavailableError
 from fastensor.stitch.image import Header
@@ -69,6 +71,8 @@ class Snapshot:
         """Buffers that have been lent and are being filled."""
         self._staged: dict[int, Buffer] = {}
         """Filled buffers by their number, counted from the file's start."""
+        self._copied: dict[int, Sequence[Event]] = {}
+        """By the number of a filled buffer, events that are reached when devices have copied to it."""
         self._moved: Counter[int] = Counter()
         """How many bytes of each buffer have been moved."""
         self._staging = True
@@ -91,7 +95,8 @@ class Snapshot:
     # --- called by the thread that saves
 
     def stage(self) -> None:
-        """Copy everything. Returns when the plan's storages are not needed any more.
+        """Copy everything. Returns when the plan's storages may be changed by the host, by what is queued on their
+        devices' current streams from now on, and by what follows that.
 
         Raises:
             StateChangedError: a storage has another size than when the file was planned.
@@ -100,9 +105,11 @@ class Snapshot:
         try:
             copier = Copier(self._plan.storages)
             try:
-                run_together(lambda: self._fill_buffers(copier), self._threads())
+                run_together(lambda: self._fill_buffers(copier), _threads(copier.host_nbytes))
+                copier.let_go()
             finally:
-                copier.synchronize()
+                if self._filling:  # no event says when what was cut off is done
+                    wait_until_over(copier.events())
         except BaseException as error:
             self.fail(error)
             raise
@@ -129,9 +136,12 @@ class Snapshot:
         """Give all buffers back, once :meth:`stage` has returned. Nothing moves them any more."""
         with self._changed:
             self._changed.wait_for(lambda: not self._staging)
+            for copied in self._copied.values():
+                wait_until_over(copied)  # a device would go on copying to what others have got
             for buffer in (*self._staged.values(), *self._filling):
                 self._pool.give(buffer)
             self._staged.clear()
+            self._copied.clear()
             self._filling.clear()
 
     # --- called by the threads that move the file
@@ -162,9 +172,9 @@ class Snapshot:
             self._changed.wait_for(lambda: self._failed() or (number in self._staged and self._may_be_moved()))
             if (failure := self._failed()) is not None:
                 raise failure
-            buffer = self._staged[number]
+            buffer, copied = self._staged[number], self._copied[number]
         self._before_window(nbytes)
-        return Window(buffer, begin, offset, nbytes)
+        return Window(buffer, begin, offset, nbytes, events=copied)
 
     def give_back(self, window: Window) -> None:
         """Count a window as moved. When all bytes of its buffer are, the buffer goes back to the pool."""
@@ -174,6 +184,7 @@ class Snapshot:
             if self._moved[number] < min(BUFFER_NBYTES, self.nbytes - number * BUFFER_NBYTES):
                 return
             buffer = self._staged.pop(number)
+            del self._copied[number]
         self._pool.give(buffer)
 
     def moving_failed(self, failure: BaseException) -> None:
@@ -195,19 +206,17 @@ class Snapshot:
             self._staging = False
             self._changed.notify_all()
 
-    def _threads(self) -> int:
-        return max(1, min(usable_cores(_MOST_THREADS), self._count // 2))
-
     def _fill_buffers(self, copier: Copier) -> None:
         """The work of one thread: claim buffers, one after the other, and fill them. Raises only interrupts."""
         try:
-            while (claimed := self._claim()) is not None:
-                number, buffer = claimed
-                self._fill(number, buffer, copier)
-                with self._changed:
-                    self._staged[number] = buffer
-                    self._filling.remove(buffer)
-                    self._changed.notify_all()
+            with copier.entered():
+                while (claimed := self._claim()) is not None:
+                    number, buffer = claimed
+                    self._fill(number, buffer, copier)
+                    with self._changed:
+                        self._staged[number], self._copied[number] = buffer, copier.events()
+                        self._filling.remove(buffer)
+                        self._changed.notify_all()
         except Exception as error:  # noqa: BLE001  # raised by stage()
             self.fail(error)
         except BaseException as error:
@@ -242,5 +251,8 @@ class Snapshot:
                 copy_header(piece, piece.segment, buffer.view)
             else:
                 copier.copy(piece, piece.segment, buffer, 0)
-        for event in copier.record_events():
-            event.synchronize()
+
+
+def _threads(nbytes: int) -> int:
+    """How many threads copy so many bytes in host memory. One thread is enough to queue copies of devices."""
+    return max(1, min(usable_cores(_MOST_THREADS), nbytes // (2 * BUFFER_NBYTES)))

@@ -13,6 +13,7 @@ from typing import Protocol, Self, TypeVar
 from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, transfer_buffers
 from fastensor.backends.copier import Checksums, Copier, Window, copy_header
 from fastensor.backends.snapshot import Snapshot
+from fastensor.backends.streams import wait_for
 from fastensor.files.arguments import checks_keywords
 from fastensor.stitch.image import Header, Payload, Piece
 from fastensor.stitch.source import FileBytes, Plan, Source
@@ -107,13 +108,13 @@ class HostStager:
         buffer = self._free.pop() if self._free else transfer_buffers.take(self._lent)
         buffer.prepare(self._copier.device)
         window = Window(buffer, 0, offset, nbytes)
-        self._fill(window)
-        window.events += self._copier.record_events()
+        with self._copier.entered():
+            self._fill(window)
+            window.events = self._copier.events()
         return window
 
     def finish(self, window: Window) -> None:
-        for event in window.events:
-            event.synchronize()
+        wait_for(window.events)
         self._checksums.take(window.late, window.data)
         self.progress(window.offset + window.nbytes)
 

@@ -8,10 +8,8 @@ afterwards finds the bytes.
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -22,6 +20,7 @@ from isal import isal_zlib
 from fastensor.backends.base import Reader
 from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, transfer_buffers
 from fastensor.backends.device_crc32 import PendingCrc32s
+from fastensor.backends.streams import Copies, Event, wait_for
 
 FILLED_AT_ONCE = {"cuda"}
 """Types of devices whose storages are filled without a storage of the same size on the host."""
@@ -34,11 +33,10 @@ _BUFFERS = 3
 class DeviceTarget:
     """A part of a device's memory that is being filled. It can be sliced like a memoryview."""
 
-    def __init__(self, values: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, values: torch.Tensor, copies: Copies) -> None:
         self.values = values
         """uint8, one-dimensional, contiguous."""
-        self.stream = stream
-        """The stream that copies run on; None if the device has no streams."""
+        self._copies = copies
 
     @property
     def nbytes(self) -> int:
@@ -47,76 +45,42 @@ class DeviceTarget:
     @property
     def device(self) -> torch.device | None:
         """The device that buffers are pinned for; None if pinning has no use."""
-        return None if self.stream is None else self.values.device
+        return self._copies.device
 
     def __getitem__(self, part: slice) -> DeviceTarget:
-        return DeviceTarget(self.values[part], self.stream)
+        return DeviceTarget(self.values[part], self._copies)
+
+    def settle(self) -> None:
+        """Wait until the memory is used by nothing that was queued before, and by no copy."""
+        self._copies.synchronize()
 
     def checksum(self) -> int:
         """The CRC32 of the bytes, computed on the device."""
-        if self.stream is None:
-            return PendingCrc32s([self.values]).values()[0]
         try:
-            with entered(self.stream):
+            with self._copies.entered():
                 pending = PendingCrc32s([self.values])
-            self.stream.synchronize()
+            self._copies.synchronize()
         except torch.OutOfMemoryError:
             return int(isal_zlib.crc32(self.values.cpu().numpy().data))
         return pending.values()[0]
 
-    def begin_copy(self, source: memoryview) -> torch.cuda.Event | None:
+    def begin_copy(self, source: memoryview) -> Sequence[Event]:
         """Start to copy ``source`` here, which has the same size.
 
-        Returns an event; the source must stay unchanged until the event is reached. None if the copy is complete.
+        Returns events; the source must stay unchanged until they are reached.
         """
-        found = torch.frombuffer(source, dtype=torch.uint8)
-        if self.stream is None:
-            self.values.copy_(found)
-            return None
-        with entered(self.stream):
-            self.values.copy_(found, non_blocking=True)
-            event: torch.cuda.Event = self.stream.record_event()
-        return event
+        with self._copies.entered():
+            self._copies.copy(self.values, torch.frombuffer(source, dtype=torch.uint8))
+            return self._copies.events()
 
     def copy(self, source: memoryview, *, checksum: bool) -> int:
         """Copy ``source`` here, which has the same size. Returns the CRC32, or 0 without ``checksum``. Any thread may
         call this."""
-        event = self.begin_copy(source)
+        events = self.begin_copy(source)
         try:
             return int(isal_zlib.crc32(source)) if checksum else 0
         finally:
-            if event is not None:
-                event.synchronize()
-
-
-@contextmanager
-def entered(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Queue work on a stream in this block, and on the former stream afterwards.
-
-    ``torch.cuda.stream`` alone would make the thread's former device current at the end, which takes memory there if
-    that device was never used.
-    """
-    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-        yield
-
-
-_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
-
-
-def stream_behind_current(device: torch.device, purpose: str) -> torch.cuda.Stream:
-    """The stream of a CUDA device for a purpose, made to wait for the work that is queued on the current stream.
-
-    The stream is the same each time, because torch keeps freed memory for the stream that used it.
-    """
-    key = (device, purpose)
-    if key not in _streams:
-        _streams.setdefault(key, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # torch gives no types
-    stream = _streams[key]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return stream
-
-
-os.register_at_fork(after_in_child=_streams.clear)
+            wait_for(events)
 
 
 @runtime_checkable
@@ -168,21 +132,20 @@ class Filler:
             crc32 = self._reader.readinto(offset, memoryview(buffer), checksum=checksum)
             values.copy_(torch.frombuffer(buffer, dtype=torch.uint8))
             return crc32
-        stream = stream_behind_current(storage.device, "load") if storage.device.type == "cuda" else None
-        target = DeviceTarget(values, stream)
+        copies = Copies([storage.device], "load").follow_current()
+        target = DeviceTarget(values, copies)
         try:
             if isinstance(self._reader, DeviceReader):
                 return self._reader.read_to_device(offset, target, checksum=checksum)
             return read_through_host(self._reader, offset, target, checksum=checksum)
         finally:
-            if stream is not None:
-                torch.cuda.current_stream(storage.device).wait_stream(stream)
+            copies.precede_current()
 
 
 def read_through_host(reader: Reader, offset: int, target: DeviceTarget, *, checksum: bool) -> int:
     """Fill pinned buffers by a reader. The device copies from one buffer while the next one is filled."""
     crc32 = 0
-    copying: deque[tuple[Buffer, torch.cuda.Event | None]] = deque()
+    copying: deque[tuple[Buffer, Sequence[Event]]] = deque()
     with transfer_buffers.lending() as lent:
         free = [transfer_buffers.take(lent) for _ in range(min(_BUFFERS, -(-target.nbytes // BUFFER_NBYTES)))]
         try:
@@ -201,9 +164,8 @@ def read_through_host(reader: Reader, offset: int, target: DeviceTarget, *, chec
     return int(crc32)
 
 
-def _copied(copying: deque[tuple[Buffer, torch.cuda.Event | None]]) -> Buffer:
+def _copied(copying: deque[tuple[Buffer, Sequence[Event]]]) -> Buffer:
     """Wait for the oldest copy. Returns its buffer."""
-    buffer, event = copying.popleft()
-    if event is not None:
-        event.synchronize()
+    buffer, events = copying.popleft()
+    wait_for(events)
     return buffer

@@ -7,11 +7,16 @@ import os
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 
+import torch
+
 from fastensor.backends import registry
 from fastensor.files.arguments import as_nbytes, check_flags, checks_keywords, did_you_mean
+from fastensor.files.budgets import available_memory
+from fastensor.files.launchers import local_processes
 from fastensor.files.shown import record_repr
 from fastensor.offload.codecs import LOSSY, Codec
 
@@ -19,7 +24,9 @@ Schedule: TypeAlias = Literal["auto", "all"] | int | float
 Tier: TypeAlias = Literal["ssd", "dram"]
 WhenFull: TypeAlias = Literal["keep", "raise"]
 _SIZES = ("min_bytes", "staging_bytes", "prefetch_bytes", "dram_bytes", "ssd_bytes")
-_OPTIONAL_SIZES = ("dram_bytes", "ssd_bytes")
+_OPTIONAL_SIZES = ("staging_bytes", "prefetch_bytes", "dram_bytes", "ssd_bytes")
+_LEAST_BUDGET = 128 << 20
+_SHARE_OF_GPU, _SHARE_OF_HOST = 32, 8
 _LEAST = {"min_bytes": 1, "staging_bytes": 1}
 """The least values of sizes that may not be 0."""
 
@@ -58,13 +65,15 @@ class OffloadConfig:
     :meth:`ActivationOffload.plan` shows it."""
     min_bytes: int = 256 << 10
     """Saved tensors of fewer bytes stay in memory."""
-    staging_bytes: int = 128 << 20
-    """The most bytes that are saved and not on the SSD yet. A forward pass that is faster than the SSD waits. A larger
-    tensor is moved when nothing else is."""
-    prefetch_bytes: int = 128 << 20
+    staging_bytes: int | None = None
+    """The most bytes that are saved and not on the SSD yet, or in host memory. A forward pass that is faster than the
+    SSD waits. A larger tensor is moved when nothing else is. None means 128 MiB, or, on a GPU, a 32nd of its memory if
+    that is more, but no more than an eighth of the host memory that is free, divided by the processes of the job on
+    this machine."""
+    prefetch_bytes: int | None = None
     """The most bytes that are read before they are needed, or kept because they may be needed again. On top of that
     come the tensor that is needed at once, as many bytes of host memory that is reused for the next tensors, and 32 MiB
-    of staging blocks."""
+    of staging blocks. None means as many as for ``staging_bytes``."""
     dram_bytes: int | None = None
     """The most bytes that stay in host memory: the latest tensors of a forward pass, before older tensors go to the
     SSD. None means 0, or, with ``target="dram"``, half of the memory that is free when the first tensor is offloaded,
@@ -156,6 +165,28 @@ class OffloadConfig:
         def __init__(self, **options: Unpack[OffloadOptions]) -> None: ...
 
     @property
+    def staging_nbytes(self) -> int:
+        """The number that ``staging_bytes`` means for host memory, or for a device if :meth:`for_device` gave this."""
+        return _LEAST_BUDGET if self.staging_bytes is None else self.staging_bytes
+
+    @property
+    def prefetch_nbytes(self) -> int:
+        """As :attr:`staging_nbytes`."""
+        return _LEAST_BUDGET if self.prefetch_bytes is None else self.prefetch_bytes
+
+    def for_device(self, device: torch.device) -> OffloadConfig:
+        """The configuration with the numbers that budgets mean for tensors of a device."""
+        if device.type != "cuda" or (self.staging_bytes is not None and self.prefetch_bytes is not None):
+            return self
+        budget = max(_LEAST_BUDGET, _share_of_gpu(device))
+        staging, prefetch = self.staging_bytes, self.prefetch_bytes
+        return dataclasses.replace(
+            self,
+            staging_bytes=budget if staging is None else staging,
+            prefetch_bytes=budget if prefetch is None else prefetch,
+        )
+
+    @property
     def keeps_some(self) -> bool:
         """Whether saved tensors may stay in memory, as the planner says."""
         return self.schedule != "all"
@@ -172,6 +203,13 @@ class OffloadConfig:
                 object.__setattr__(self, name, nbytes)
         if isinstance(self.schedule, str) and self.schedule[:1].isdigit() and self.schedule[-1:].isalpha():
             object.__setattr__(self, "schedule", as_nbytes(self.schedule, "schedule"))
+
+
+@cache
+def _share_of_gpu(device: torch.device) -> int:
+    """As many bytes as transfers of a GPU may take, as :attr:`OffloadConfig.staging_bytes` says."""
+    on_device = int(torch.cuda.get_device_properties(device).total_memory) // _SHARE_OF_GPU
+    return min(on_device, available_memory() // _SHARE_OF_HOST // local_processes())
 
 
 def _check_kind(name: str, kind: str, value: Any) -> None:
@@ -212,8 +250,8 @@ class OffloadOptions(TypedDict, total=False):
     target: Tier
     schedule: Schedule | str
     min_bytes: int | str
-    staging_bytes: int | str
-    prefetch_bytes: int | str
+    staging_bytes: int | str | None
+    prefetch_bytes: int | str | None
     dram_bytes: int | str | None
     ssd_bytes: int | str | None
     include: tuple[str, ...]

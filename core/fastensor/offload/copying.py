@@ -1,21 +1,18 @@
-"""Copies between storages on any device and host memory.
-
-On a GPU, each thread copies on a stream of its own, after the events that it is given.
-"""
+"""Copies between storages on any device and host memory. On a GPU they are queued on streams of their own."""
 
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from fastensor.backends.buffers import Buffer
+from fastensor.backends import streams
+from fastensor.backends.buffers import Buffer, runs_of
 from fastensor.backends.memory import copy_memory
-from fastensor.backends.threads import uninterrupted
-from fastensor.backends.to_device import DeviceTarget, entered
+from fastensor.backends.streams import Copies, Event, wait_uninterrupted, wait_until_over
+from fastensor.backends.to_device import DeviceTarget
 from fastensor.errors import OffloadError
 from fastensor.offload.geometry import ALIGNMENT
 
@@ -28,7 +25,6 @@ ZERO_COPY_NBYTES = 256 << 10
 """Smaller storages are copied before they are written: none by default, whose ``min_bytes`` is as large. Kernels change
 some small storages after autograd has saved them, without its knowledge (running statistics of batch normalization), so
 that the checksum would be that of other bytes."""
-_streams = threading.local()
 
 
 def is_staged_first(device: torch.device) -> bool:
@@ -68,15 +64,6 @@ def pages_of(storage: torch.UntypedStorage, begin: int, nbytes: int) -> memoryvi
     return memoryview((ctypes.c_char * whole).from_address(address)).cast("B")
 
 
-def event_now(device: torch.device) -> torch.cuda.Event | None:
-    """An event that is reached when the work queued on the device's current stream so far is done. None on the host."""
-    if device.type != "cuda":
-        return None
-    with torch.cuda.device(device):
-        event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
-    return event
-
-
 def bytes_of(storage: torch.UntypedStorage, begin: int, nbytes: int) -> torch.Tensor:
     """A part of a storage as a uint8 tensor that shares its memory.
 
@@ -89,37 +76,91 @@ def bytes_of(storage: torch.UntypedStorage, begin: int, nbytes: int) -> torch.Te
 
 def crc32_of(values: torch.Tensor) -> int:
     """The CRC32 of a uint8 tensor, computed on its device. The calling thread waits."""
-    stream = _stream_of(values.device) if values.is_cuda else None
-    return DeviceTarget(values, stream).checksum()
+    return DeviceTarget(values, Copies([values.device], "offload checksum")).checksum()
 
 
-def copy_out(
-    source: torch.UntypedStorage, begin: int, nbytes: int, block: Buffer, after: torch.cuda.Event | None
-) -> None:
-    """Copy a part of a storage to the start of a block.
+def queue_out(
+    source: torch.UntypedStorage, begin: int, nbytes: int, blocks: Sequence[Buffer], after: Event | None
+) -> Sequence[Event]:
+    """Queue copies of a part of a storage to blocks, from the start of the first one on.
 
     Args:
-        source: the storage, which no thread changes meanwhile.
+        source: the storage, which nothing changes or frees before the events that are returned are reached.
         begin: offset in the storage.
         nbytes: number of bytes.
-        block: the target, prepared.
+        blocks: the targets.
         after: reached when the bytes are there.
+
+    Returns:
+        Events that are reached when the blocks hold the bytes; none if they do now.
     """
-    check_bounds(source, begin + nbytes)
-    if source.device.type == "cpu":
+    copies = Copies([source.device], "offload out").follow(after)
+    for block in blocks:
+        block.prepare(source.device)
+    values = bytes_of(source, begin, nbytes)
+    with copies.entered():
+        for memory, part in _side_by_side(blocks, values):
+            copies.copy(memory, part)
+        return copies.events()
+
+
+def queue_in(
+    target: torch.UntypedStorage, begin: int, nbytes: int, blocks: Sequence[Buffer], after: Event | None
+) -> Sequence[Event]:
+    """Queue copies of blocks to a part of a storage, whose memory is free once ``after`` is reached.
+
+    Returns:
+        Events that are reached when the storage holds the bytes. Before the storage is dropped, its stream has to wait
+        for them, or :func:`keep_until_filled` is called.
+    """
+    copies = Copies([target.device], "offload in").follow(after)
+    values = bytes_of(target, begin, nbytes)
+    with copies.entered():
+        for memory, part in _side_by_side(blocks, values):
+            copies.copy(part, memory)
+        return copies.events()
+
+
+def keep_until_filled(storage: torch.UntypedStorage) -> None:
+    """Have the memory of a storage, once nobody holds it, not be used again before the copies are done that
+    :func:`queue_in` has queued."""
+    Copies([storage.device], "offload in").keep(_bytes_of(storage))
+
+
+def wait_until_left(device: torch.device) -> None:
+    """Wait until nothing is under way that :func:`queue_out` has queued."""
+    wait_until_over(Copies([device], "offload out").events())
+
+
+def _side_by_side(blocks: Sequence[Buffer], values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Memory of blocks, and the values that it is for, in as few parts as there are runs of neighbours."""
+    begin = 0
+    for memory in runs_of(blocks):
+        part = values[begin : begin + memory.numel()]
+        yield memory[: part.numel()], part
+        begin += part.numel()
+
+
+def copy_out(source: torch.UntypedStorage, begin: int, nbytes: int, block: Buffer, after: Event | None) -> None:
+    """Copy a part of a storage, which fits, to the start of a block. See :func:`queue_out`."""
+    if is_host(source.device):
+        check_bounds(source, begin + nbytes)
         copy_memory(block.address, _address_of(source) + begin, nbytes)
-        return
-    _copy(block.as_tensor()[:nbytes], _bytes_of(source)[begin : begin + nbytes], source.device, after)
+    else:
+        wait_uninterrupted(queue_out(source, begin, nbytes, [block], after))
 
 
-def copy_in(
-    target: torch.UntypedStorage, begin: int, nbytes: int, block: Buffer, after: torch.cuda.Event | None
-) -> None:
-    """Copy the start of a block to a part of a storage, whose memory is free once ``after`` is reached."""
-    if target.device.type == "cpu":
+def copy_in(target: torch.UntypedStorage, begin: int, nbytes: int, block: Buffer, after: Event | None) -> None:
+    """Copy the start of a block to a part of a storage. See :func:`queue_in`."""
+    if is_host(target.device):
         copy_memory(target.data_ptr() + begin, block.address, nbytes)
-        return
-    _copy(_bytes_of(target)[begin : begin + nbytes], block.as_tensor()[:nbytes], target.device, after)
+    else:
+        wait_uninterrupted(queue_in(target, begin, nbytes, [block], after))
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether threads copy to and from the device's memory themselves."""
+    return device.type == "cpu" and not streams.are_on(device)
 
 
 def _address_of(storage: torch.UntypedStorage) -> int:
@@ -145,40 +186,18 @@ def resized(storage: torch.UntypedStorage, end: int) -> OffloadError:
     )
 
 
-def prepare(block: Buffer, device: torch.device) -> None:
-    """Touch a block, and pin it for a GPU, before it is used."""
-    block.prepare(device if device.type == "cuda" else None)
-
-
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     with torch.inference_mode(False):
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 @contextmanager
-def queued(device: torch.device, after: torch.cuda.Event | None) -> Iterator[None]:
-    """Queue the work of the block on this thread's stream of a device, after an event, and wait for it in the end.
-    Does nothing for a device without streams."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = _stream_of(device)
-    if after is not None:
-        stream.wait_event(after)
+def queued(device: torch.device, after: Event | None) -> Iterator[None]:
+    """Queue the work of the block on a stream of its own, after an event, and wait for it in the end. Does nothing for
+    a device without streams."""
+    copies = Copies([device], "offload codecs").follow(after)
     try:
-        with entered(stream):
+        with copies.entered():
             yield
-    finally:  # an interrupt must not give memory back that is copied from, or to
-        uninterrupted(stream.synchronize)
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device, after: torch.cuda.Event | None) -> None:
-    with queued(device, after):
-        target.copy_(source, non_blocking=device.type == "cuda")
-
-
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    streams: dict[torch.device, torch.cuda.Stream] = _streams.__dict__.setdefault("by_device", {})
-    if device not in streams:
-        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch gives it no types
-    return streams[device]
+    finally:  # an interrupt must not give memory back that is used
+        wait_until_over(copies.events())

@@ -16,7 +16,7 @@ from fastensor.backends.buffers import BUFFER_NBYTES, Buffer
 from fastensor.errors import CorruptActivationError
 from fastensor.offload import codecs, copying, moving
 from fastensor.offload.codecs import DamagedPieceError, MeasuredEncoding
-from fastensor.offload.copying import bytes_of, prepare, queued
+from fastensor.offload.copying import bytes_of, queued
 from fastensor.offload.moving import Piece, Reading, whole
 from fastensor.offload.saved import EncodedPiece, SavedBytes, StoredBytes
 from fastensor.offload.slots import Slot
@@ -73,7 +73,7 @@ def write(
     """
     written: list[EncodedPiece] = []
     offset = 0
-    prepare(bounce, saved.device)
+    bounce.prepare(saved.device)
     for piece, nbytes in zip(todo, measured.sizes, strict=True):
         memory, block = _memory_of(saved, piece), bounce.as_tensor()[:nbytes]
         if memory.device.type == "cpu":
@@ -112,7 +112,7 @@ def read(
     saved = reading.saved
     for begin, nbytes in todo:
         piece = stored.pieces[begin // moving.PIECE_NBYTES]
-        prepare(bounce, saved.device)
+        bounce.prepare(saved.device)
         slots.read(bounce.view[: whole(piece.nbytes)], stored.slot.extent.begin + piece.offset)
         if verify and (crc32 := isal_zlib.crc32(bounce.view[: piece.nbytes])) != piece.crc32:
             raise moving.changed_on_disk(saved, stored, piece.offset, crc32, piece.crc32)

@@ -84,14 +84,15 @@ class OffloadEngine:
         self._warned_of_wear = False
         self.closed = False
 
-    def swapper(self) -> Swapper:
-        """The open swapper: made for the first tensor that is offloaded, and again after an interrupt."""
+    def swapper(self, device: torch.device) -> Swapper:
+        """The open swapper: made for the first tensor that is offloaded, and again after an interrupt. The device of
+        that tensor says what budgets mean."""
         with self._lock:
             if self._swapper is None:
                 is_limited = is_address_space_limited()
                 if is_limited and self.config.return_freed_memory:
                     spare_address_space()
-                self._swapper = Swapper(self.config, self._counters, self.trace)
+                self._swapper = Swapper(self.config.for_device(device), self._counters, self.trace)
                 if is_limited:  # stacks count: what is free is found out when there are all
                     self._swapper.start_threads()
                 if self.closed:  # by another thread, or in the middle of the step: everything stays in memory
@@ -160,7 +161,8 @@ class OffloadEngine:
             totals = self._counters.totals(self._hook_seconds)
             latest = totals.since(self._window_start)
             if latest.written_bytes > _LEAST_SHARE * totals.written_bytes and latest.write_seconds:
-                self._latest_rates = rates_of(latest, self.config, self._latest_rates)
+                config = self.config if self._swapper is None else self._swapper.config
+                self._latest_rates = rates_of(latest, config, self._latest_rates)
                 self._window_start = totals
             return self._latest_rates
 
@@ -329,8 +331,8 @@ def rates_of(latest: TransferTotals, config: OffloadConfig, before: TransferRate
     return TransferRates(
         write_bandwidth,
         read_bandwidth,
-        config.staging_bytes,
-        config.prefetch_bytes,
+        config.staging_nbytes,
+        config.prefetch_nbytes,
         max(latest.hook_seconds, 0.0) / max(latest.offloaded, 1),
         slowdown / max(latest.written_bytes + latest.read_bytes, latest.offloaded_bytes),  # some stay in host memory
     )

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fastensor.backends.streams import event_now, used_on_current
 from fastensor.offload.codecs import LOSSY, sampled_ratio
-from fastensor.offload.copying import event_now, page_offset_of
+from fastensor.offload.copying import page_offset_of
 from fastensor.offload.engine import NOTHING, OffloadEngine
 from fastensor.offload.forward import ForwardPass
 from fastensor.offload.geometry import View, bytes_to_move, empty, spanned
@@ -93,8 +94,7 @@ class OffloadedTensor:
         upcoming, unexpected = self.forward.look_ahead(saved, self.position)
         storage, origin = swapper.bring(saved, upcoming, unexpected)
         tensor = _with_version_counter(self.versioned, self.view.on(storage, origin))
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        used_on_current(tensor)
         if upcoming or unexpected:
             # Reading ahead wakes reader threads, so it comes last, as writing does in pack.
             self.forward.note_read_ahead(swapper.read_ahead(saved, upcoming, unexpected))
@@ -219,7 +219,7 @@ class StepHooks:
         try:
             reason, span = self._why_kept(tensor, nbytes)
             if not reason:
-                swapper = self._engine.swapper()
+                swapper = self._engine.swapper(tensor.device)
                 with self._engine.guarded(swapper):
                     record = self._offload(tensor, span, swapper, counts, kept)
                     self._engine.note_memory(swapper)

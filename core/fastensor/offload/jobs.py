@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from fastensor.backends.buffers import Buffer
+from fastensor.backends.streams import wait_uninterrupted, wait_until_over
 from fastensor.backends.threads import NoThreadsError, Pool, finish, open_pool, shut_down, submit
 from fastensor.errors import OffloadError
 from fastensor.offload import copying, encoded, moving
@@ -28,7 +29,7 @@ from fastensor.offload.codecs import MeasuredEncoding, NotAsMeasuredError
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.host_memory import keep_on_fork
 from fastensor.offload.moving import Piece, Reading
-from fastensor.offload.saved import ByteBudget, SavedBytes, StoredBytes
+from fastensor.offload.saved import SavedBytes, StoredBytes
 from fastensor.offload.slots import Slot
 from fastensor.offload.statistics import Counters
 from fastensor.offload.tiers import StorageTiers, cost
@@ -49,8 +50,7 @@ class Jobs:
     Args:
         config: how bytes are moved.
         tiers: where to.
-        in_dram: the ranges that stay in host memory.
-        lock: the lock of the tiers, and of the budget.
+        lock: the lock of the tiers.
         trace: where helpers are recorded.
     """
 
@@ -58,14 +58,12 @@ class Jobs:
         self,
         config: OffloadConfig,
         tiers: StorageTiers,
-        in_dram: ByteBudget,
         lock: threading.Lock,
         counters: Counters,
         trace: Trace | None = None,
     ) -> None:
         self._config = config
         self._tiers = tiers
-        self._in_dram = in_dram
         self._lock = lock
         self._trace = trace
         self._pools: dict[str, Pool] = {}
@@ -135,36 +133,28 @@ class Jobs:
         for pool in self._pools.values():
             shut_down(pool)
 
-    def write(self, saved: SavedBytes) -> StoredBytes | Exception | None:
-        """Write a range to a slot, or have it in staging blocks, if it stays in host memory.
+    def write(self, saved: SavedBytes) -> StoredBytes | Exception:
+        """Write a range to a slot.
 
         Returns:
-            The copy in the slot; None if there is none, and the range may have to be written again; or why the range
-            stays where it is, without frames: see :func:`fastensor.offload.moving.write`, and :class:`StoppedError`.
+            The copy in the slot; or why the range stays where it is, without frames: see
+            :func:`fastensor.offload.moving.write`, and :class:`StoppedError`.
         """
         try:
-            with self._lock:
-                stays = saved in self._in_dram
-            if stays:
-                self._stage(saved)
-                return None
             with self._counters.writes.running():
                 return self._store(saved)
         except BaseException as error:  # noqa: BLE001  # returned
             return _without_frames(error)
 
     def read(self, reading: Reading) -> OffloadError | None:
-        """Read a range back, from its staging blocks or from its slot, and compare the CRC32.
+        """Read a range back from its slot, and compare the CRC32.
 
         Returns:
             None; or why the bytes are not there, without frames: whoever needs them raises a copy.
         """
         try:
-            if reading.stored is None:
-                moving.unstage(reading)
-            else:
-                with self._counters.reads.running():
-                    self._read_slot(reading, reading.stored)
+            with self._counters.reads.running():
+                self._read_slot(reading, reading.stored)
         except BaseException as error:  # noqa: BLE001  # returned
             failure = _without_frames(error)
             if isinstance(error, OffloadError):
@@ -180,11 +170,15 @@ class Jobs:
     def _stage(self, saved: SavedBytes) -> None:
         """Copy a range to staging blocks, and free its memory on the device. Ranges larger than ``staging_bytes`` are
         written piece by piece instead."""
-        with self._lock:
-            if saved not in self._in_dram and cost(saved) > self._config.staging_bytes:
-                return
-            saved.blocks = self._tiers.take_blocks(saved.nbytes)
-        moving.stage(saved)
+        if cost(saved) > self._config.staging_nbytes:
+            return
+        while True:
+            with self._lock:
+                if not (busy := self._tiers.busy_blocks(saved.nbytes)):
+                    saved.blocks = self._tiers.take_blocks(saved.nbytes)
+                    break
+            wait_until_over(busy)
+        wait_uninterrupted(moving.stage(saved))
         with self._lock:
             saved.source = None
 
@@ -285,7 +279,6 @@ class Jobs:
 
     def _help_to_read(self, reading: Reading) -> None:
         """Read pieces with the backend that has written the range."""
-        assert reading.stored is not None
         started = time.perf_counter()
         with self._counters.reads.running():
             self._read_pieces(reading, reading.stored.backend)
@@ -295,7 +288,6 @@ class Jobs:
     def _read_pieces(self, reading: Reading, backend: str) -> None:
         """Read pieces until none is left."""
         stored = reading.stored
-        assert stored is not None
         slots = stored.slot.file.opened[backend]
         todo = self._wanted(reading.saved, reading.todo)
         if stored.encoding is not None:

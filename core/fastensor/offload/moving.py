@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeGuard
@@ -19,10 +19,11 @@ from isal import isal_zlib
 
 from fastensor.backends.base import DeviceSlots, Slots
 from fastensor.backends.buffers import BUFFER_NBYTES, Buffer
+from fastensor.backends.streams import Event, event_now
 from fastensor.backends.to_device import storage_on
 from fastensor.errors import CorruptActivationError
 from fastensor.offload import copying
-from fastensor.offload.copying import bytes_of, copy_in, copy_out, crc32_of, pages_of, prepare, resized
+from fastensor.offload.copying import bytes_of, copy_in, copy_out, crc32_of, pages_of, resized
 from fastensor.offload.host_memory import HostMemory
 from fastensor.offload.saved import SavedBytes, StoredBytes
 from fastensor.offload.slots import ALIGNMENT, Slot
@@ -38,13 +39,13 @@ class Reading:
     """One read of a range to new memory. Several threads may share it."""
 
     saved: SavedBytes
-    stored: StoredBytes | None
-    """The copy to read. None if the range is copied from its staging blocks."""
+    stored: StoredBytes
+    """The copy to read."""
     target: torch.UntypedStorage
     """The new memory, on the range's device."""
     memory: memoryview | None
     """The memory of ``target`` if that is in host memory, in whole pages; the range begins at ``saved.lead``."""
-    free: torch.cuda.Event | None
+    free: Event | None
     """Reached when the memory of ``target`` is free."""
     todo: deque[Piece]
     """Pieces that no thread has taken."""
@@ -55,19 +56,15 @@ class Reading:
 
     @classmethod
     def of(cls, saved: SavedBytes, host: HostMemory) -> Reading:
-        """The read of a range that is in staging blocks or in a slot. Call it with the lock of ``host`` held.
+        """The read of a range that is in a slot. Call it with the lock of ``host`` held.
 
         Raises:
             MemoryError, torch.OutOfMemoryError, OSError: there is no memory to read into.
         """
-        memory: memoryview | None = None
-        if copying.is_read_in_place(saved.device):
-            target, memory = host.storage(saved.lead + saved.nbytes)
-        else:
-            target = storage_on(saved.device, saved.nbytes)
-        stored, todo = None if saved.blocks else saved.stored, deque[Piece]()
-        reading = cls(saved, stored, target, memory, copying.event_now(saved.device), todo)
-        todo.extend(reading.pieces() if stored is not None else ())
+        assert saved.stored is not None
+        target, memory = new_memory(saved, host)
+        reading = cls(saved, saved.stored, target, memory, event_now(saved.device), deque())
+        reading.todo.extend(reading.pieces())
         return reading
 
     @property
@@ -77,8 +74,19 @@ class Reading:
 
     def pieces(self) -> Iterator[Piece]:
         """The pieces in which the range is read from its slot. An encoded range has no lead."""
-        is_encoded = self.stored is not None and self.stored.encoding is not None
-        return pieces(self.saved, lead=0 if is_encoded else self.saved.lead)
+        return pieces(self.saved, lead=0 if self.stored.encoding is not None else self.saved.lead)
+
+
+def new_memory(saved: SavedBytes, host: HostMemory) -> tuple[torch.UntypedStorage, memoryview | None]:
+    """Memory on a range's device for the range and its lead; and its bytes, in whole pages, if it is in host memory.
+    Call it with the lock of ``host`` held.
+
+    Raises:
+        MemoryError, torch.OutOfMemoryError, OSError: there is no memory.
+    """
+    if copying.is_read_in_place(saved.device):
+        return host.storage(saved.lead + saved.nbytes)
+    return storage_on(saved.device, saved.nbytes), None
 
 
 def pieces(saved: SavedBytes, *, lead: int) -> Iterator[Piece]:
@@ -88,21 +96,16 @@ def pieces(saved: SavedBytes, *, lead: int) -> Iterator[Piece]:
         yield position, min(PIECE_NBYTES, total - position)
 
 
-def stage(saved: SavedBytes) -> None:
-    """Copy a range from its device to its staging blocks."""
+def stage(saved: SavedBytes) -> Sequence[Event]:
+    """Queue copies of a range from its device to its staging blocks. Returns events that are reached when the copies
+    are done; none if they are."""
     assert saved.source is not None
-    for number, block in enumerate(saved.blocks):
-        prepare(block, saved.device)
-        begin = number * BUFFER_NBYTES
-        copy_out(saved.source, saved.origin + begin, min(BUFFER_NBYTES, saved.nbytes - begin), block, saved.ready)
+    return copying.queue_out(saved.source, saved.origin, saved.nbytes, saved.blocks, saved.ready)
 
 
-def unstage(reading: Reading) -> None:
-    """Copy a range from its staging blocks to a storage on its device."""
-    saved = reading.saved
-    for number, block in enumerate(saved.blocks):
-        begin = number * BUFFER_NBYTES
-        copy_in(reading.target, begin, min(BUFFER_NBYTES, saved.nbytes - begin), block, reading.free)
+def unstage(saved: SavedBytes, target: torch.UntypedStorage) -> Sequence[Event]:
+    """Queue copies of a range from its staging blocks to new memory on its device. Returns events, as :func:`stage`."""
+    return copying.queue_in(target, saved.lead, saved.nbytes, saved.blocks, event_now(saved.device))
 
 
 def write(
@@ -166,7 +169,7 @@ def read(
             data = reading.memory[position : position + whole(nbytes)]
         else:
             assert bounce is not None
-            prepare(bounce, saved.device)
+            bounce.prepare(saved.device)
             data = bounce.view[: whole(nbytes)]
         slots.read(data, begin + position)
         if verify:
@@ -239,7 +242,7 @@ def _in_host_memory(saved: SavedBytes, position: int, nbytes: int, bounce: Buffe
     if saved.page_offset is not None:
         return pages_of(saved.source, saved.origin - saved.lead + position, nbytes)
     assert bounce is not None
-    prepare(bounce, saved.device)
+    bounce.prepare(saved.device)
     copy_out(saved.source, saved.origin + position, nbytes, bounce, saved.ready)
     return bounce.view[: whole(nbytes)]
 
@@ -249,6 +252,6 @@ def whole(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _wait_for(event: torch.cuda.Event | None) -> None:
+def _wait_for(event: Event | None) -> None:
     if event is not None:
         event.synchronize()

@@ -338,9 +338,10 @@ class Planner:
         if isinstance(self._config.schedule, int):
             return self._config.schedule
         if device not in self._limits:
-            reserve = self._config.staging_bytes + self._config.prefetch_bytes + self._unallocated()
+            config = self._config.for_device(device)
+            reserve = config.staging_nbytes + config.prefetch_nbytes + self._unallocated()
             if device == _HOST:  # which also keeps memory that was read into, for what is read next
-                reserve += self._config.prefetch_bytes + (self._config.dram_bytes or 0)
+                reserve += config.prefetch_nbytes + (config.dram_bytes or 0)
             left = _free_memory(device) - reserve - self._shortage[device]
             self._limits[device] = int(_SHARE_OF_FREE_MEMORY * left) + self._resident[device]
         return max(self._limits[device] - _OPERATION_TENSORS * self._largest[device], 0)
@@ -376,8 +377,9 @@ class Planner:
 
     def _new_plan(self, record: PassRecord, profile: StepProfile, passes: int) -> PlannedForm:
         limits = self._limits_of(record)
+        config = self._config.for_device(record.tensors[0].device if record.tensors else _HOST)
         rates = self._rates() or TransferRates(
-            UNKNOWN_BANDWIDTH, UNKNOWN_BANDWIDTH, self._config.staging_bytes, self._config.prefetch_bytes
+            UNKNOWN_BANDWIDTH, UNKNOWN_BANDWIDTH, config.staging_nbytes, config.prefetch_nbytes
         )
         profile = undisturbed(profile, record.moved_nbytes, rates)
         return PlannedForm(record, profile, _plan(record, profile, limits, rates), limits, passes)

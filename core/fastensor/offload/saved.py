@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastensor.backends.buffers import Buffer
+from fastensor.backends.streams import Event
 from fastensor.errors import OffloadError
 from fastensor.offload.codecs import Encoding
 from fastensor.offload.planner import ResidentBytes
@@ -63,8 +65,14 @@ class SavedBytes:
     page_offset: int | None = None
     """Bytes between the start of a memory page and the range, if the range is written without a copy in whole pages.
     None if the range is copied to a staging block first."""
-    ready: torch.cuda.Event | None = None
+    ready: Event | None = None
     """Reached when the device has computed the bytes."""
+    copied: Sequence[Event] = ()
+    """While the bytes are being copied to ``blocks``, events that are reached when they are there."""
+    address: int = 0
+    """Where the storage was when that was queued."""
+    arrived: Sequence[Event] = ()
+    """Reached when the latest copies from ``blocks`` to ``loaded`` are done."""
     dtype: torch.dtype = torch.uint8
     """Of the tensor that was saved first. It says what codecs may do with the bytes."""
     mark: int = 0

@@ -281,7 +281,7 @@ class OffloadStatistics:
 
     def _why_little(self, config: OffloadConfig) -> str:
         """What to do if as much memory as the activations take is lent to transfers."""
-        lent, smaller = config.staging_bytes + config.prefetch_bytes, self.peak_saved_bytes // 8 >> 20
+        lent, smaller = config.staging_nbytes + config.prefetch_nbytes, self.peak_saved_bytes // 8 >> 20
         frees_little = self.peak_memory_bytes > 0.9 * self.peak_saved_bytes
         if config.keeps_some or not smaller or not frees_little or lent < self.peak_saved_bytes:
             return ""

@@ -28,9 +28,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fastensor.backends.streams import are_reached, hold_back_current, wait_uninterrupted, wait_until_over
 from fastensor.backends.threads import NoThreadsError
 from fastensor.errors import OffloadError
-from fastensor.offload import copying
+from fastensor.offload import copying, moving
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.host_memory import HostMemory, bytes_until_short, free_host_memory, return_freed_memory
 from fastensor.offload.jobs import THREADS, Jobs, StoppedError
@@ -66,7 +67,7 @@ class Swapper:
     """
 
     def __init__(self, config: OffloadConfig, counters: Counters, trace: Trace | None = None) -> None:
-        self._config = config
+        self.config = config
         self._trace = trace
         self._counters = counters
         self._process = os.getpid()
@@ -74,12 +75,12 @@ class Swapper:
         self._released: deque[SavedBytes] = deque()
         """Ranges that no graph needs any more, appended by finalizers."""
         self._tiers = StorageTiers(config, counters, 2 * THREADS)
-        self._host = HostMemory(config.prefetch_bytes)
-        self._pending = ByteBudget(config.staging_bytes)
+        self._host = HostMemory(config.prefetch_nbytes)
+        self._pending = ByteBudget(config.staging_nbytes)
         """Ranges that are to be written, or copied to staging blocks."""
         self._in_dram = ByteBudget(self._tiers.dram_nbytes)
         """Ranges that stay in host memory while there is room."""
-        self._loaded = ByteBudget(config.prefetch_bytes)
+        self._loaded = ByteBudget(config.prefetch_nbytes)
         """Ranges that have been read back, or are being read."""
         self._saved = ByteBudget(sys.maxsize)
         """Ranges that graphs hold, wherever the bytes are."""
@@ -89,7 +90,9 @@ class Swapper:
         """How many of these there are before those that no graph holds are forgotten."""
         self._away = ByteBudget(sys.maxsize)
         """Ranges that graphs hold, and that take no memory on their device."""
-        self._jobs = Jobs(config, self._tiers, self._in_dram, self._lock, counters, trace)
+        self._copying: deque[SavedBytes] = deque()
+        """Ranges that are being copied to staging blocks, to stay there, in the order in which that was queued."""
+        self._jobs = Jobs(config, self._tiers, self._lock, counters, trace)
         self._failure: Exception | None = None
         """The first failed write, to be raised by the next call; only with ``when_full="raise"``."""
         self._ratios: dict[int, float] = {}
@@ -121,6 +124,7 @@ class Swapper:
                 blocking = self._place(saved)
                 if blocking is None:
                     self._saved.add(saved, saved.nbytes)
+                    self._note_place(saved)
             if blocking is None:
                 return
             self._wait_for(blocking, "wait_to_write", saved)
@@ -176,7 +180,7 @@ class Swapper:
         if isinstance(found, Future):
             self.read_ahead(saved, upcoming, unexpected)
         while isinstance(found, Future):
-            self._wait_for(found, "wait_to_read", saved)
+            self._wait_for(partial(_wait_until_done, [found]), "wait_to_read", saved)
             if not found.cancelled() and (storage := found.result()) is not None:
                 return storage, saved.origin - saved.lead
             with self._lock:
@@ -202,13 +206,13 @@ class Swapper:
             self._prefetch(needed, upcoming)
             self._trace_bytes()
             for number, saved in enumerate(upcoming):
-                if saved.is_to_be_read or saved.write is not None:
+                if saved.is_to_be_read or saved.write is not None or saved.copied:
                     return number
             return len(upcoming)
 
-    def _wait_for(self, job: Future[Any], what: str, saved: SavedBytes) -> None:
+    def _wait_for(self, wait: Callable[[], None], what: str, saved: SavedBytes) -> None:
         started = time.perf_counter()
-        _wait_until_done([job])
+        wait()
         if self._trace is not None:
             self._trace.complete(what.replace("_", " "), started, tensor=saved.position, memory_bytes=saved.nbytes)
         with self._lock:
@@ -240,7 +244,7 @@ class Swapper:
         Returns:
             The bytes that have left now, though they were to stay.
         """
-        config = self._config
+        config = self.config
         with self._lock:
             self._used_nbytes = 0
             if self._jobs.closed:
@@ -250,7 +254,7 @@ class Swapper:
                     with suppress(NoThreadsError):  # at exit
                         self._jobs.submit("write", return_freed_memory)
                 return 0
-        left = bytes_until_short(config.staging_bytes + config.prefetch_bytes + _MOST_IDLE_BYTES)
+        left = bytes_until_short(config.staging_nbytes + config.prefetch_nbytes + _MOST_IDLE_BYTES)
         self._look_after_nbytes = max(left // _SHARE_OF_USE, _LEAST_USE)
         if left < 0 and config.return_freed_memory:
             return_freed_memory()
@@ -274,7 +278,7 @@ class Swapper:
         """Bytes that transfers may still take within their budgets, beyond the memory that is kept for them."""
         with self._lock:
             self._let_go_released()
-            budgets = self._config.staging_bytes + 2 * self._config.prefetch_bytes
+            budgets = self.config.staging_nbytes + 2 * self.config.prefetch_nbytes
             used = self._pending.nbytes + self._loaded.nbytes + self._host.idle_nbytes
             return max(budgets - used, 0)
 
@@ -292,7 +296,7 @@ class Swapper:
             self._write_later(saved)
         for saved in displaced:
             if (write := saved.write) is not None:
-                self._wait_for(write, "wait_to_write", saved)
+                self._wait_for(partial(_wait_until_done, [write]), "wait_to_write", saved)
         return sum(saved.nbytes for saved in displaced if saved.resident is None)
 
     def _write_later(self, saved: SavedBytes) -> None:
@@ -305,7 +309,7 @@ class Swapper:
                 if self._pending.fits(cost(saved)):
                     self._begin_write(saved)
                     return
-                blocking = self._oldest_write()
+                blocking = self._oldest_pending()
             self._wait_for(blocking, "wait_to_write", saved)
 
     # Ends. ------------------------------------------------------------------------------------------------------------
@@ -323,8 +327,10 @@ class Swapper:
                 self._let_go_released()
                 jobs: list[Future[Any] | None] = [saved.write for saved in self._pending.oldest_first()]
                 jobs += [saved.read for saved in self._loaded.oldest_first()]
+                copied = [event for saved in self._copying for event in saved.copied]
+            wait_uninterrupted(copied)
             running = [job for job in jobs if job is not None and not job.cancelled()]
-            if not running:
+            if not running and not copied:
                 return
             _wait_until_done(running)
 
@@ -337,10 +343,15 @@ class Swapper:
                 self._cancel_write(saved)
         self._jobs.shut_down()
         with self._lock:
+            for saved in [*self._copying]:
+                self._keep_after_all(saved)
             self._let_go_released()
+            leaving = self._tiers.leaving()
+        wait_until_over(leaving)
+        with self._lock:
             self._host.clear()
             self._tiers.close()
-        if self._config.return_freed_memory:
+        if self.config.return_freed_memory:
             return_freed_memory()
 
     def forget(self) -> None:
@@ -373,11 +384,11 @@ class Swapper:
 
     # Below: with the lock held. Out. ----------------------------------------------------------------------------------
 
-    def _place(self, saved: SavedBytes) -> Future[None] | None:
-        """Let a range stay, or have it written. Returns a job to wait for if there is no room yet."""
+    def _place(self, saved: SavedBytes) -> Callable[[], None] | None:
+        """Let a range stay, or have it copied or written. Returns what waits for room if there is none yet."""
         nbytes, staged = cost(saved), copying.is_staged_first(saved.device)
         in_dram = nbytes <= self._in_dram.limit
-        no_room = self._config.target == "dram" and not (staged and in_dram and self._in_dram.fits(nbytes))
+        no_room = self.config.target == "dram" and not (staged and in_dram and self._in_dram.fits(nbytes))
         if self._jobs.closed or self._tiers.broken or no_room:
             self._counters.counts["kept_bytes"] += saved.nbytes
             return None
@@ -385,32 +396,88 @@ class Swapper:
             return blocking
         is_copied = staged or not in_dram
         if is_copied and not self._pending.fits(nbytes):
-            return self._oldest_write()
-        if in_dram:
+            return self._oldest_pending()
+        if in_dram and is_copied:
+            if busy := self._tiers.busy_blocks(saved.nbytes):
+                return partial(wait_until_over, busy)
+            if not self._begin_copy(saved):
+                return None
+        elif in_dram:
             self._in_dram.add(saved, nbytes)
-        if is_copied and not self._begin_write(saved):
+        elif not self._begin_write(saved):
             return None
         self._counters.counts["offloaded"] += 1
         self._counters.counts["offloaded_bytes"] += saved.nbytes
         self._note_peaks()
         return None
 
-    def _make_room_in_dram(self, nbytes: int) -> Future[None] | None:
-        """Have the oldest ranges written that stay in host memory. Returns a job to wait for if they are too many."""
+    def _make_room_in_dram(self, nbytes: int) -> Callable[[], None] | None:
+        """Have the oldest ranges written that stay in host memory. Returns what waits for room if they are too many."""
         while not self._in_dram.fits(nbytes):
             oldest = self._in_dram.oldest_first()[0]
-            being_staged = oldest in self._pending
-            if not being_staged and not self._pending.fits(cost(oldest)):
-                return self._oldest_write()
+            if not oldest.copied and not self._pending.fits(cost(oldest)):
+                return self._oldest_pending()
             self._in_dram.remove(oldest)
-            if not being_staged:
+            if not oldest.copied:
                 self._begin_write(oldest)
         return None
 
-    def _oldest_write(self) -> Future[None]:
-        write = self._pending.oldest_first()[0].write
-        assert write is not None
-        return write
+    def _oldest_pending(self) -> Callable[[], None]:
+        """What waits for the copy or the write that was begun longest ago."""
+        oldest = self._pending.oldest_first()[0]
+        if oldest.copied:
+            return partial(wait_uninterrupted, oldest.copied)
+        assert oldest.write is not None
+        return partial(_wait_until_done, [oldest.write])
+
+    def _begin_copy(self, saved: SavedBytes) -> bool:
+        """Have a range copied to staging blocks, where it stays. False if there is no memory, so that the range stays
+        on its device. Nothing waits: the device copies when it has computed the bytes."""
+        started = time.perf_counter()
+        try:
+            saved.blocks = self._tiers.take_blocks(saved.nbytes)
+            saved.copied = moving.stage(saved)
+        except BaseException as error:
+            copying.wait_until_left(saved.device)  # a part may have been queued
+            self._tiers.give_blocks(saved)
+            if not isinstance(error, _NO_MEMORY):
+                raise
+            self._could_not_write(saved, error)
+            return False
+        saved.address = saved.source.data_ptr() if saved.source is not None else 0
+        self._pending.add(saved, cost(saved))
+        self._in_dram.add(saved, cost(saved))
+        self._copying.append(saved)
+        self._trace_queued("copy out", started, saved)
+        self._note_copied()
+        return True
+
+    def _note_copied(self) -> None:
+        """Let go of the memory of ranges that have been copied. Those that newer ranges have displaced are written."""
+        while self._copying and are_reached(self._copying[0].copied):
+            saved = self._copying.popleft()
+            saved.copied = ()
+            self._check_unchanged(saved)
+            saved.source = saved.ready = None
+            self._pending.remove(saved)
+            if not (saved in self._in_dram or saved.released or self._jobs.closed):
+                self._begin_write(saved)
+            self._note_place(saved)
+            self._tidy(saved)
+
+    def _check_unchanged(self, saved: SavedBytes) -> None:
+        """Note that a range is lost whose storage was resized while it was copied: its memory was freed before."""
+        source, end = saved.source, saved.origin + saved.nbytes
+        if source is not None and (source.nbytes() < end or source.data_ptr() != saved.address):
+            saved.failure = copying.resized(source, end)
+
+    def _keep_after_all(self, saved: SavedBytes) -> None:
+        """Leave a range, which is being copied, where it was saved. Its blocks are given back when they are copied."""
+        self._copying.remove(saved)
+        self._pending.remove(saved)
+        self._in_dram.remove(saved)
+        self._tiers.give_blocks(saved)
+        saved.copied = ()
 
     def _begin_write(self, saved: SavedBytes) -> bool:
         """Have a range written. False if there are no threads, so that the range stays in memory."""
@@ -427,7 +494,7 @@ class Swapper:
         """The range that was to stay, is needed last, and is to be written now; None if writing would free no
         memory."""
         self._let_go_released()
-        if self._jobs.closed or self._tiers.broken or self._config.target == "dram":
+        if self._jobs.closed or self._tiers.broken or self.config.target == "dram":
             return None
         while self._staying:
             displace = self._staying.popleft()()
@@ -449,11 +516,8 @@ class Swapper:
                 saved.stored = outcome
                 self._note_written(saved, outcome)
                 self._note_displaced(saved)
-            elif isinstance(outcome, Exception):
-                if not isinstance(outcome, StoppedError):
-                    self._could_not_write(saved, outcome)
-            elif not (saved in self._in_dram or saved.released or self._jobs.closed):  # newer ranges have its place
-                self._begin_write(saved)
+            elif not isinstance(outcome, StoppedError):
+                self._could_not_write(saved, outcome)
             self._note_place(saved)
             self._tidy(saved)
             self._trace_bytes()
@@ -476,7 +540,7 @@ class Swapper:
         if stored.encoding is not None:
             counts[f"{ENCODED_BY}{stored.encoding.name}"] += saved.nbytes
             counts[f"{STORED_BY}{stored.encoding.name}"] += stored.nbytes
-        if self._config.codecs:
+        if self.config.codecs:
             self._ratios[saved.mark] = saved.nbytes / max(stored.nbytes, 1)
             if len(self._ratios) > _MOST_RATIOS:
                 del self._ratios[next(iter(self._ratios))]
@@ -501,7 +565,7 @@ class Swapper:
             _logger.warning("an activation stays in memory, because it could not be written: %s", failure)
         if isinstance(failure, OSError) and failure.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             self._tiers.stop(str(failure))
-        if self._config.when_full == "raise" and self._failure is None:
+        if self.config.when_full == "raise" and self._failure is None:
             self._failure = failure
 
     # In. --------------------------------------------------------------------------------------------------------------
@@ -515,23 +579,32 @@ class Swapper:
             copying.check_bounds(saved.source, saved.origin + saved.nbytes)
             saved.lent = True
             return saved.source, 0
-        if saved.loaded is not None:
+        if saved.loaded is None:
+            if saved.read is None and (original := self._original(saved)) is not None:
+                return original, 0
+            if self._jobs.closed:
+                raise OffloadError("an activation is needed that was lost when its ActivationOffload was closed")
+            if saved.read is None:
+                self._begin_read(saved, urgent=True)
             saved.prefetched = False
-            self._loaded.use(saved)
-            return saved.loaded, saved.origin - saved.lead
-        if saved.read is None and (original := self._original(saved)) is not None:
-            return original, 0
-        if self._jobs.closed:
-            raise OffloadError("an activation is needed that was lost when its ActivationOffload was closed")
-        read = saved.read or self._begin_read(saved, urgent=True)
+            if saved.read is not None:
+                return saved.read
+        assert saved.loaded is not None
         saved.prefetched = False
-        return read
+        self._loaded.use(saved)
+        hold_back_current(saved.device, saved.arrived)
+        return saved.loaded, saved.origin - saved.lead
 
     def _take_back(self, saved: SavedBytes) -> None:
         """Leave a range where it was saved, if its write has not begun."""
-        if (saved in self._pending or saved in self._in_dram) and self._cancel_write(saved):
-            self._in_dram.remove(saved)
-            self._counters.counts["taken_back_bytes"] += saved.nbytes
+        if saved not in self._pending and saved not in self._in_dram:
+            return
+        if saved.copied:
+            self._keep_after_all(saved)
+        elif not self._cancel_write(saved):
+            return
+        self._in_dram.remove(saved)
+        self._counters.counts["taken_back_bytes"] += saved.nbytes
 
     def _original(self, saved: SavedBytes) -> torch.UntypedStorage | None:
         """The storage that was saved, if it is still there: others have kept it, or what :meth:`bring` has returned."""
@@ -546,11 +619,12 @@ class Swapper:
         """Begin to read the ranges that will be needed next, as far as ``prefetch_bytes`` go."""
         if self._jobs.closed:
             return
-        window = self._config.prefetch_bytes
+        window = self.config.prefetch_nbytes
         sooner = {needed}
         for saved in upcoming:
             sooner.add(saved)
-            if saved.write is not None and saved.source is not None and saved.nbytes <= window:
+            is_leaving = saved.write is not None or bool(saved.copied)
+            if is_leaving and saved.source is not None and saved.nbytes <= window:
                 window -= saved.nbytes
                 self._take_back(saved)
             if saved.loaded is not None or saved.read is not None or not saved.is_away:
@@ -577,9 +651,9 @@ class Swapper:
                     self._evict(saved)
         return self._loaded.fits(nbytes)
 
-    def _begin_read(self, saved: SavedBytes, *, urgent: bool) -> Future[torch.UntypedStorage | None]:
-        """Have a range read. An urgent one, for which a thread waits, is read before others, and beyond the budget if
-        need be.
+    def _begin_read(self, saved: SavedBytes, *, urgent: bool) -> None:
+        """Have a range copied back from its staging blocks, which is queued and needs no thread, or read from its slot.
+        An urgent one, which is needed now, is read before others, and beyond the budget if need be.
 
         Raises:
             MemoryError, torch.OutOfMemoryError, OSError: there is no memory to read into.
@@ -589,13 +663,19 @@ class Swapper:
                 if other.prefetched:
                     self._cancel_read(other)
             self._make_room(saved.nbytes)
-        reading = Reading.of(saved, self._host)
-        saved.read = read = self._jobs.submit_read(partial(self._read_in, urgent=urgent), reading)
+        if saved.blocks:
+            started = time.perf_counter()
+            target, _ = moving.new_memory(saved, self._host)
+            saved.arrived = moving.unstage(saved, target)
+            saved.loaded = target
+            self._trace_queued("copy in", started, saved)
+        else:
+            reading = Reading.of(saved, self._host)
+            saved.read = self._jobs.submit_read(partial(self._read_in, urgent=urgent), reading)
         self._loaded.add(saved, saved.nbytes, beyond=urgent)
         self._note_place(saved)
         saved.prefetched = not urgent
         self._note_peaks()
-        return read
 
     def _read_in(self, reading: Reading, *, urgent: bool) -> torch.UntypedStorage | None:
         """In a reader thread: read a range, without the lock. Then note what came of it, with the lock held. None if
@@ -606,7 +686,7 @@ class Swapper:
         with self._lock:
             self._let_go_released()
             saved.read = None
-            if failure is None and reading.stored is not None:
+            if failure is None:
                 self._counters.counts["read_bytes"] += reading.stored.nbytes
             if failure is None and not saved.released:
                 saved.loaded = reading.target
@@ -627,6 +707,8 @@ class Swapper:
             self._tidy(saved)
 
     def _evict(self, saved: SavedBytes) -> None:
+        if saved.loaded is not None and saved.prefetched and not are_reached(saved.arrived):
+            copying.keep_until_filled(saved.loaded)  # no stream waits for what was read ahead for nothing
         self._loaded.remove(saved)
         saved.loaded = None
         self._note_place(saved)
@@ -651,8 +733,10 @@ class Swapper:
     # Ends, and numbers. -----------------------------------------------------------------------------------------------
 
     def _let_go_released(self) -> None:
-        """Give back what ranges take that no graph needs any more."""
+        """Give back what ranges take that no graph needs any more, or that have been copied."""
         self._host.trim()
+        self._note_copied()
+        self._tiers.take_back_blocks()
         while self._released:
             saved = self._released.popleft()
             saved.released, saved.unread = True, 0
@@ -682,11 +766,8 @@ class Swapper:
             late = "prefetch_late" if saved.read is not None else "misses"
             self._counters.counts["prefetch_hits" if saved.loaded is not None else late] += 1
 
-    def _trace_move(
-        self, what: str, started: float, saved: SavedBytes, outcome: StoredBytes | Exception | None
-    ) -> None:
-        """Record that this thread has moved a range, or tried to. ``outcome`` is the copy on the SSD, or None if the
-        range has moved between a device and staging blocks."""
+    def _trace_move(self, what: str, started: float, saved: SavedBytes, outcome: StoredBytes | Exception) -> None:
+        """Record that this thread has moved a range to or from its copy on the SSD, or tried to."""
         if self._trace is None:
             return
         found: dict[str, Any] = {"tensor": saved.position, "memory_bytes": saved.nbytes, "dtype": str(saved.dtype)}
@@ -694,11 +775,14 @@ class Swapper:
             found |= {"bytes": outcome.nbytes, "backend": outcome.backend}
             if outcome.encoding is not None:
                 found["codec"] = outcome.encoding.name
-        elif isinstance(outcome, Exception):
-            found["failed"] = str(outcome) or type(outcome).__name__
         else:
-            what = {"write": "copy out", "read": "copy in"}[what]
+            found["failed"] = str(outcome) or type(outcome).__name__
         self._trace.complete(what, started, **found)
+
+    def _trace_queued(self, what: str, started: float, saved: SavedBytes) -> None:
+        """Record that this thread has queued copies of a range."""
+        if self._trace is not None:
+            self._trace.complete(what, started, tensor=saved.position, memory_bytes=saved.nbytes)
 
     def _trace_bytes(self) -> None:
         """Record how many bytes are where."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+import torch
 
 from fastensor.backends import registry
 from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, BufferPool
+from fastensor.backends.streams import Event, are_reached
 from fastensor.errors import OffloadError
 from fastensor.files.budgets import available_memory
 from fastensor.files.launchers import local_processes
@@ -47,8 +51,10 @@ class StorageTiers:
         self._selector: Selector | None = None
         """None if the user has named a backend."""
         self._staged = BufferPool(
-            lambda: in_blocks(self.dram_nbytes) + config.staging_bytes // BUFFER_NBYTES * BUFFER_NBYTES
+            lambda: in_blocks(self.dram_nbytes) + config.staging_nbytes // BUFFER_NBYTES * BUFFER_NBYTES
         )
+        self._leaving: deque[tuple[Sequence[Event], list[Buffer], torch.UntypedStorage | None]] = deque()
+        """Blocks that are given back when events are reached: devices copy from them, or to them from a storage."""
         self._bounce_nbytes = threads * BUFFER_NBYTES
         self._bounce = BufferPool(lambda: self._bounce_nbytes)
         self.broken = ""
@@ -129,6 +135,15 @@ class StorageTiers:
         if self._slots is not None:
             self._slots.free(slot)
 
+    def busy_blocks(self, nbytes: int) -> Sequence[Event]:
+        """Events to wait for before :meth:`take_blocks` has so many blocks; none if that may be called now."""
+        self._reserve(in_blocks(nbytes))
+        self.take_back_blocks()
+        return self._leaving[0][0] if self._leaving and self._staged.free_nbytes < in_blocks(nbytes) else ()
+
+    def _reserve(self, nbytes: int) -> None:
+        self._staged.reserve(self._staged.nbytes - self._staged.free_nbytes + nbytes)
+
     def take_blocks(self, nbytes: int) -> list[Buffer]:
         """Staging blocks for ``nbytes``.
 
@@ -136,18 +151,29 @@ class StorageTiers:
             MemoryError: ranges whose write has failed hold the blocks, or the system gives no memory.
         """
         wanted = in_blocks(nbytes)
-        self._staged.reserve(self._staged.nbytes - self._staged.free_nbytes + wanted)
+        self._reserve(wanted)
         if self._staged.free_nbytes < wanted:
             raise MemoryError("no staging memory is left: activations that could not be written hold it")
         blocks: list[Buffer] = []
         while len(blocks) < wanted // BUFFER_NBYTES:
             self._staged.take(blocks)
-        return blocks
+        return sorted(blocks, key=lambda block: block.address)  # neighbours are copied at once
 
     def give_blocks(self, saved: SavedBytes) -> None:
-        """Take back the staging blocks of a range, which nothing reads any more."""
-        while saved.blocks:
-            self._staged.give(saved.blocks.pop())
+        """Take back the staging blocks of a range, when the copies from them and to them are done that are queued now.
+        Nothing else uses them any more."""
+        if not saved.blocks:
+            return
+        source = saved.source if saved.copied else None
+        self._leaving.append(((*saved.copied, *saved.arrived), saved.blocks, source))
+        saved.blocks = []
+        self.take_back_blocks()
+
+    def take_back_blocks(self) -> None:
+        """Take back blocks that no copy uses any more."""
+        while self._leaving and are_reached(self._leaving[0][0]):
+            for block in self._leaving.popleft()[1]:
+                self._staged.give(block)
 
     @contextmanager
     def bounce_block(self) -> Iterator[Buffer]:
@@ -161,9 +187,16 @@ class StorageTiers:
         if self._slots is not None:
             self._slots.forget()
 
+    def leaving(self) -> list[Event]:
+        """Events to wait for before :meth:`close`."""
+        return [event for events, _, _ in self._leaving for event in events]
+
     def close(self) -> None:
-        """Give everything back. No job runs any more."""
+        """Give everything back. No job runs any more, and no copy."""
         self._closed = True
+        while self._leaving:
+            for block in self._leaving.popleft()[1]:
+                self._staged.give(block)
         slots, self._slots = self._slots, None
         if slots is not None:
             slots.close()

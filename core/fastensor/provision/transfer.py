@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from fastensor.backends.streams import Copies, Event, used_on_current, wait_for
 
 
 class DeviceCopies:
@@ -21,34 +23,35 @@ class DeviceCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._copies = Copies([device], "batches")
         self._pinned: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
-        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._copied: list[Sequence[Event]] = [(), ()]
         """When each piece of pinned memory can be used again."""
         self._turn = 0
 
     def __call__(self, batch: Any) -> Any:
         """The batch, with its tensors on the device. Everything else stays as it is."""
-        if self._stream is None:
+        if self._copies.device is None:
             return mapped(lambda tensor: tensor.to(self._device), batch)
         self._turn ^= 1
-        if (before := self._copied[self._turn]) is not None:
-            before.synchronize()
+        wait_for(self._copied[self._turn])
         self._make_room(batch)
         self._used_nbytes = 0
-        with torch.cuda.stream(self._stream):
+        with self._copies.entered():
             copy = mapped(self._copy, batch)
-            self._copied[self._turn] = self._stream.record_event()
-        current = torch.cuda.current_stream(self._device)
-        current.wait_stream(self._stream)
-        mapped(lambda tensor: tensor.record_stream(current), copy)
+            self._copied[self._turn] = self._copies.events()
+        self._copies.precede_current()
+        mapped(used_on_current, copy)
         return copy
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         begin = self._used_nbytes
         self._used_nbytes += _aligned_nbytes(tensor)
         pinned = self._pinned[self._turn][begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return pinned.copy_(tensor).to(self._device, non_blocking=True)
+        pinned.copy_(tensor)
+        copy = torch.empty_like(pinned, device=self._device)
+        self._copies.copy(copy, pinned)
+        return copy
 
     def _make_room(self, batch: Any) -> None:
         sizes: list[int] = []

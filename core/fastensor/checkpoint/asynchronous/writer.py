@@ -56,6 +56,10 @@ class AsyncWriter:
     """Saves checkpoints while the program goes on.
 
     :meth:`save` returns when all that is to be saved has been copied into staging memory; from then on it may change.
+    Copies of storages on a GPU are queued by then, and not waited for: they follow what was queued on the current
+    stream, and what is queued there later follows them. Another stream that changes the state has to wait for the
+    current one, as always.
+
     A thread moves the copies to their files, one after the other, in the order of the calls. This process sees
     everything in that order, too: loading, replacing, converting or removing a file waits for what was
     accepted for it before. Other processes only ever see whole files.

@@ -1,0 +1,69 @@
+"""Saves, loads and batches of a device with streams: what was queued before is there, and no buffer is used too
+early."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_model import ORDERS, modelled
+from devices import filled_at_once
+
+import fastensor
+from fastensor.backends.fallback import available_names
+from fastensor.backends.streams import CudaStreams
+from fastensor.provision.transfer import DeviceCopies
+
+SIZES = (5 << 20, 3, 0, 1 << 20)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("backend", ["direct", "numpy"])  # torch copies by itself
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+def test_a_save_waits_for_what_is_queued(tmp_path: Path, order: Any, backend: str, name: str) -> None:
+    state = {str(number): torch.zeros(size) for number, size in enumerate(SIZES)}
+    with modelled(order) as model, model.queuing():
+        for value in (1, 2):
+            for one in state.values():
+                model.kernel(lambda one=one, value=value: one.fill_(value))
+            report = fastensor.save(state, tmp_path / name, backend=backend)
+            assert report.backend == backend
+            for one in state.values():
+                model.kernel(lambda one=one: one.zero_())
+    assert all((one == 2).all() for one in fastensor.load(tmp_path / name).values())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("backend", available_names())
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
+def test_what_is_queued_after_a_load_finds_the_bytes(tmp_path: Path, order: Any, backend: str, name: str) -> None:
+    state = {str(number): torch.full((size,), float(number)) for number, size in enumerate(SIZES)}
+    fastensor.save(state, tmp_path / name)
+    right: list[bool] = []
+    with filled_at_once(), modelled(order) as model, model.queuing():
+        for key, one in fastensor.load(tmp_path / name, "cpu", backend=backend).items():
+            model.kernel(lambda one=one, key=key: right.append(torch.equal(one, state[key])))
+    assert right == [True] * len(SIZES)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_batches_are_whole_although_their_memory_is_used_again(order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    source, right = {"a": torch.zeros(1 << 16), "b": (torch.zeros(3), "text")}, []
+    with modelled(order) as model, model.queuing():
+        copies = DeviceCopies(torch.device("cpu"))
+        for number in range(1, 7):
+            source["a"].fill_(number)  # type: ignore[attr-defined]
+            batch = copies(source)
+            model.kernel(lambda one=batch["a"], number=number: right.append(bool((one == number).all())))
+            assert batch["b"][1] == "text"
+            del batch
+    assert right == [True] * 6
+
+
+def test_only_devices_of_cuda_have_streams() -> None:
+    assert CudaStreams().are_on(torch.device("cuda", 1))
+    assert not any(CudaStreams().are_on(torch.device(kind)) for kind in ("cpu", "meta", "mps", "xpu"))
