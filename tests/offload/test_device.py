@@ -304,6 +304,7 @@ def test_budgets_are_shares_of_the_gpu() -> None:
     device = torch.device("cuda", 0)
     config._share_of_gpu.cache_clear()
     with (
+        mock.patch("torch.cuda.is_initialized", return_value=True),
         mock.patch("torch.cuda.get_device_properties", return_value=properties),
         mock.patch.object(config, "available_memory", return_value=128 << 30),
     ):

@@ -147,8 +147,8 @@ def _install(pair: Pair, environment: Path, interpreter: str, pins: Path, log: i
     resolve = f"--no-build --extra dev --python-version {pair.python} --resolution {RESOLUTIONS[pair.end]}".split()
     commands: list[list[str | Path]] = [
         [UV, "pip", "compile", "--quiet", *resolve, "--output-file", pins, "pyproject.toml"],
-        [UV, "venv", "--quiet", "--allow-existing", "--python", interpreter, environment],
-        [UV, "pip", "sync", "--quiet", "--no-build", "--python", python, pins],
+        [UV, "venv", "--quiet", "--seed", "--allow-existing", "--python", interpreter, environment],
+        [UV, "pip", "install", "--quiet", "--no-build", "--python", python, "--requirement", pins],
         [UV, "pip", "install", "--quiet", "--no-deps", "--python", python, "--editable", "."],
     ]
     for command in commands:

@@ -176,7 +176,8 @@ class OffloadConfig:
 
     def for_device(self, device: torch.device) -> OffloadConfig:
         """The configuration with the numbers that budgets mean for tensors of a device."""
-        if device.type != "cuda" or (self.staging_bytes is not None and self.prefetch_bytes is not None):
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch gives it no types
+        if device.type != "cuda" or not in_use or None not in (self.staging_bytes, self.prefetch_bytes):
             return self
         budget = max(_LEAST_BUDGET, _share_of_gpu(device))
         staging, prefetch = self.staging_bytes, self.prefetch_bytes
