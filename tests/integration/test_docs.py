@@ -532,7 +532,10 @@ def test_the_benchmark_of_a_gpu_runs_without_one(tmp_path: Path) -> None:
         False,
     }
     assert (tmp_path / "out.md").read_text() in out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md"]
+    ours = {path.name for path in tmp_path.iterdir()} - {
+        "cufile.log"
+    }  # of NVIDIA's library, where torch has brought it
+    assert ours == {"files", "out.json", "out.md"}
     assert not os.listdir(tmp_path / "files")
 
 
