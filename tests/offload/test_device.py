@@ -75,8 +75,9 @@ def test_beyond_the_budget_the_host_waits_for_the_oldest_copy(make: Any) -> None
         offload.close()
 
 
+@pytest.mark.parametrize("what", ["tiers.StorageTiers.take_blocks", "tiers.BufferPool.reserve"])
 def test_without_pinned_memory_left_tensors_stay_on_the_device(
-    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
     def refuse(*arguments: Any) -> Any:
         raise MemoryError("no memory for staging")
@@ -84,7 +85,7 @@ def test_without_pinned_memory_left_tensors_stay_on_the_device(
     expected = gradients(CASES["transformer"], None)
     with modelled():
         offload = make(target="dram", dram_bytes=1 << 30)
-        monkeypatch.setattr("fastensor.offload.tiers.StorageTiers.take_blocks", refuse)
+        monkeypatch.setattr(f"fastensor.offload.{what}", refuse)
         assert equal(gradients(CASES["transformer"], offload), expected)
         assert offload.statistics().offloaded_bytes == 0
         offload.close()

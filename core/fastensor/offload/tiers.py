@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -137,7 +137,8 @@ class StorageTiers:
 
     def busy_blocks(self, nbytes: int) -> Sequence[Event]:
         """Events to wait for before :meth:`take_blocks` has so many blocks; none if that may be called now."""
-        self._reserve(in_blocks(nbytes))
+        with suppress(MemoryError):  # which take_blocks raises
+            self._reserve(in_blocks(nbytes))
         self.take_back_blocks()
         return self._leaving[0][0] if self._leaving and self._staged.free_nbytes < in_blocks(nbytes) else ()
 
