@@ -7,6 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "versions"))
 import run  # noqa: E402
@@ -37,3 +39,15 @@ def test_the_pythons_are_those_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
     assert (tuple(named), f">={named[0]}") == (run.PYTHONS, project["requires-python"])
+
+
+@pytest.mark.parametrize("package", ["torch", "numpy", "lightning", "accelerate"])
+def test_the_documented_lowest_versions_are_those_of_the_package(package: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    bounds = "\n".join([*project["dependencies"], *project["optional-dependencies"].get(package, ())])
+    (bound,) = re.findall(rf"^{package}>=([\d.]+)$", bounds, re.MULTILINE)
+    page = (ROOT / "docs" / "install.md").read_text()
+    (row,) = re.findall(r"^\| 3\.11 \| lowest \|.*$", page, re.MULTILINE)
+    head = next(line for line in page.splitlines() if line.startswith("| Python | versions |"))
+    shown = dict(zip(head.split(" | "), row.split(" | "), strict=True))[package]
+    assert shown == bound or shown.startswith(f"{bound}.")
