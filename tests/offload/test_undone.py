@@ -147,7 +147,7 @@ def test_gradients_that_were_there_are_there_again() -> None:
 
 
 def test_buffers_that_repeat_the_same_memory_or_are_slices(tmp_path: Path) -> None:
-    """Of a buffer that is a slice, the file holds the slice, and not the storage behind it."""
+    """The file from which buffers are restored holds a slice alone, and not the storage behind it."""
     net = nn.Module()
     whole = torch.zeros(1 << 20)
     net.register_buffer("mask", torch.ones(1, 3).expand(10, 3))

@@ -141,7 +141,7 @@ def _found(python: str) -> str | None:
 
 
 def _install(pair: Pair, environment: Path, interpreter: str, pins: Path, log: int) -> Path:
-    """An environment with exactly the versions of a pair, and Fastensor as it is in this checkout."""
+    """An environment that has the versions of a pair, and Fastensor as it is in this checkout."""
     python = environment / "bin" / "python"
     pins.unlink(missing_ok=True)  # uv would prefer the versions in it
     resolve = f"--no-build --extra dev --python-version {pair.python} --resolution {RESOLUTIONS[pair.end]}".split()

@@ -56,8 +56,8 @@ class Copier:
     """Copies parts of storages into memory of the host.
 
     Storages of devices with streams are copied behind the work that was queued on the devices' current streams when the
-    object was made: what is queued there later may change them meanwhile, unless :meth:`precede_current` is called.
-    Several threads may use the object at once if there are no such storages.
+    object was made: what is queued there later may change them meanwhile, unless :meth:`let_go` is called.
+    Several threads may use the object at once.
 
     Args:
         storages: what payload segments refer to; borrowed, neither resized nor written while they are copied.

@@ -78,7 +78,7 @@ class _CudaEvent:
 
 
 class CudaStreams:
-    """Those of CUDA."""
+    """CUDA's streams and events."""
 
     def exact(self, device: torch.device) -> torch.device:
         if device.type == "cuda" and device.index is None:

@@ -1,7 +1,8 @@
 """The swapper: decides when saved bytes move out and in. One lock, and three byte budgets.
 
 CONTRIBUTING draws the places that the bytes of a saved tensor go through. Decisions are made with the lock held, and
-take no time. Threads run :meth:`Swapper._write_out` and :meth:`Swapper._read_in`: each moves the bytes of one range
+copies of a device are queued with it held. Nobody waits for either. Threads
+run :meth:`Swapper._write_out` and :meth:`Swapper._read_in`: each moves the bytes of one range
 without the lock (:class:`~fastensor.offload.jobs.Jobs`), and then takes the lock and notes what came of it. Whoever
 needs the result waits for the ``Future``, without the lock. When a graph goes, a finalizer queues its ranges, because
 finalizers run anywhere; the next holder of the lock releases them.
