@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -330,12 +331,22 @@ def _answer(connection: Connection, seconds: float, *expected: Say) -> Message:
     return message
 
 
-@contextmanager
-def _lost_as_engine_lost() -> Iterator[None]:
-    try:
-        yield
-    except (ConnectionLost, BadMessage, OSError) as error:
-        raise EngineLost(str(error)) from error
+class _lost_as_engine_lost:  # noqa: N801  # a context manager
+    """A block whose lost connections are raised as :class:`EngineLost`.
+
+    No generator: since Python 3.12, an exception that a generator's context manager replaces is in a reference cycle
+    with the frames of all callers. So what they hold would stay, until Python's garbage collector runs, whenever a
+    service is started: the first attempt to reach it fails.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, ConnectionLost | BadMessage | OSError):
+            raise EngineLost(str(error)) from error
 
 
 def _aligned(body: memoryview) -> memoryview:
