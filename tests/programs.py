@@ -225,14 +225,6 @@ def _kill_group(pid: int) -> None:
 multiprocessing.set_forkserver_preload([*IMPORTED, "pytest", *LIGHTNING, "torch._dynamo"])
 
 
-def next_line(program: Program) -> str:
-    """The next line of a program's output. Before torch 2.13, Gloo may write lines of its own to it."""
-    line = program.stdout.readline()
-    while line.startswith("[Gloo]"):
-        line = program.stdout.readline()
-    return line
-
-
 def run_ranks(function: Callable[..., object], world: int, *arguments: object) -> None:
     """Calls ``function(rank, *arguments)`` in ``world`` new processes; it is pickled.
 

@@ -26,7 +26,7 @@ from integration.sharded_trainers import (
     start,
     values_of,
 )
-from programs import Program, free_port, next_line, run_ranks
+from programs import Program, free_port, run_ranks
 from torch.distributed.checkpoint import FileSystemReader
 
 import fastensor
@@ -403,7 +403,7 @@ def kill_ranks(path: Path, mode: str, times: int, tally: Counter[str]) -> None:
             port = free_port()
             call = moments.randrange(1, MOST_CALLS) if number else 10**6
             print(port, step, moments.randrange(2), call, mode, file=saver.stdin, flush=True)
-            word, code = next_line(saver).split()
+            word, code = saver.stdout.readline().split()
             assert word == "dead"
             assert int(code) in (0, -9)
             tally["ranks killed"] += code == "-9"
