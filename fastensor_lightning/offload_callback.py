@@ -158,6 +158,8 @@ class SSDActivationOffload(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
         offload = self._offload
+        if offload is not None:
+            offload.settle()  # what is still being written counts
         self._stop()
         if offload is None or self.statistics is None or self._is_dry_run:
             return
