@@ -329,7 +329,8 @@ class Swapper:
                 jobs: list[Future[Any] | None] = [saved.write for saved in self._pending.oldest_first()]
                 jobs += [saved.read for saved in self._loaded.oldest_first()]
                 copied = [event for saved in self._copying for event in saved.copied]
-            wait_uninterrupted(copied)
+                arrived = [event for saved in self._loaded.oldest_first() for event in saved.arrived]
+            wait_uninterrupted((*copied, *arrived))
             running = [job for job in jobs if job is not None and not job.cancelled()]
             if not running and not copied:
                 return
