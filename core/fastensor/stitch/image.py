@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from copy import copy
 from typing import NamedTuple, TypeAlias
 
 CHECKSUM_NBYTES = 4
@@ -122,15 +121,6 @@ class Image:
             else:
                 start = max(begin, offset)
                 yield Piece(segment, start - offset, min(end, offset + nbytes) - start, start - begin)
-
-    def without_headers(self) -> Image:
-        """The same layout without the bytes of headers, for callers that have these bytes elsewhere. Blanks stay."""
-        image = copy(self)
-        image.segments = tuple(
-            one._replace(data=b"", forgotten_nbytes=one.nbytes) if isinstance(one, Header) else one
-            for one in self.segments
-        )
-        return image
 
 
 def _check_tiling(segments: Sequence[Segment]) -> None:

@@ -80,6 +80,13 @@ def lay_out(
     return layout.image()
 
 
+def without_headers(image: Image) -> Image:
+    """An image that :func:`lay_out` has made, without the bytes of its headers, for callers that have these bytes
+    elsewhere. Blanks stay."""
+    assert isinstance(image.segments, _Segments)
+    return image.segments.without_headers().image()
+
+
 class _Layout:
     """A file that grows record by record. Use it no more after :meth:`image`."""
 
@@ -134,8 +141,8 @@ class _Layout:
         moved = [(len(self._between) + at, index) for at, index in self._blanks]
         self._offsets.append(self._end - len(self._between))
         self._segments.append(tail)
-        nbytes = self._offsets[-1] + len(tail)
-        return Image.tiled(_Segments(self._segments, [*self._offsets, nbytes], moved), self._offsets, nbytes)
+        offsets = [*self._offsets, self._offsets[-1] + len(tail)]
+        return _Segments(self._segments, offsets, moved).image()
 
 
 class _Segments(Sequence[Segment]):
@@ -148,10 +155,19 @@ class _Segments(Sequence[Segment]):
         blanks: the blanks of the last segment, without the one for a storage directly in front of it.
     """
 
-    def __init__(self, contents: list[bytes | int], offsets: list[int], blanks: list[Blank]) -> None:
+    def __init__(self, contents: list[bytes | int], offsets: list[int], blanks: Sequence[Blank]) -> None:
         self._contents = contents
         self._offsets = offsets
-        self._blanks = (*self._blanks_at(len(contents) - 1), *blanks)
+        self._of_last = blanks
+
+    def image(self) -> Image:
+        """The image of these segments."""
+        return Image.tiled(self, self._offsets[:-1], self._offsets[-1])
+
+    def without_headers(self) -> _Segments:
+        """The same segments, without the bytes of headers."""
+        contents = [one if isinstance(one, int) else b"" for one in self._contents]
+        return _Segments(contents, self._offsets, self._of_last)
 
     def __len__(self) -> int:
         return len(self._contents)
@@ -166,9 +182,13 @@ class _Segments(Sequence[Segment]):
         if number < 0:
             return self[len(self) + number]
         contents, offset = self._contents[number], self._offsets[number]
+        nbytes = self._offsets[number + 1] - offset
         if isinstance(contents, int):
-            return Payload(offset, self._offsets[number + 1] - offset, contents)
-        return Header(offset, contents, self._blanks if number == len(self._contents) - 1 else self._blanks_at(number))
+            return Payload(offset, nbytes, contents)
+        blanks = self._blanks_at(number)
+        if number == len(self._contents) - 1:
+            blanks = (*blanks, *self._of_last)
+        return Header(offset, contents, blanks, 0 if contents else nbytes)
 
     def _blanks_at(self, number: int) -> tuple[Blank, ...]:
         """The blank for the storage in front of a segment."""

@@ -32,7 +32,7 @@ from fastensor.errors import CorruptCheckpointError, LayoutError
 from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Image, Payload
 from fastensor.stitch.plain_tensors import StorageIds, reduce_plain, torch_is_known, typed_storage
 from fastensor.stitch.source import NO_VALUES, Plan, check_size, skips_values, values_kept
-from fastensor.stitch.torch_layout import ARCHIVE, SmallRecord, lay_out, storage_name
+from fastensor.stitch.torch_layout import ARCHIVE, SmallRecord, lay_out, storage_name, without_headers
 from fastensor.stitch.zip_directory import LOCAL_HEADER, parse_directory
 
 _save = torch.serialization.save
@@ -86,7 +86,7 @@ class TorchZip(Plan):
     alignment: int
 
     def released(self) -> Plan:
-        return Plan(self.image.without_headers(), ())
+        return Plan(without_headers(self.image), ())
 
     def write_with_torch(self, file: BinaryIO) -> None:
         """Let ``torch.save`` write the same file, moving the storages itself.
