@@ -43,7 +43,7 @@ def main() -> None:
         for one in range(world):
             pid = os.fork()
             if pid == 0:
-                for stream in (sys.stdout, sys.stderr):  # those that live will complain, and Gloo may say that it connects
+                for stream in (sys.stdout, sys.stderr):  # Gloo says that it connects, those that live complain
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
                 fatal = int(call) if one == int(rank) else NEVER
                 store = dist.PrefixStore(f"{number}", dist.TCPStore("127.0.0.1", port))

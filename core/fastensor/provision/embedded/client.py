@@ -331,7 +331,7 @@ def _answer(connection: Connection, seconds: float, *expected: Say) -> Message:
     return message
 
 
-class _lost_as_engine_lost:  # noqa: N801  # a context manager
+class _lost_as_engine_lost:
     """A block whose lost connections are raised as :class:`EngineLost`.
 
     No generator: since Python 3.12, an exception that a generator's context manager replaces is in a reference cycle
