@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from device_model import ORDERS, DeviceModel, modelled
+from device_programs import ModelComputer, Steps, programs, run_saves
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,13 +108,6 @@ def test_a_save_that_fails_in_the_middle_gives_no_buffer_back_that_is_copied_to(
         assert not (tmp_path / "x").exists()
 
 
-@st.composite
-def programs(draw: st.DrawFn) -> list[tuple[str, int]]:
-    """What a program does, step by step: changes a tensor, saves all, waits for a save, or drops one."""
-    steps = st.tuples(st.sampled_from(["change", "change", "save", "save", "wait", "cancel"]), st.integers(0, 3))
-    return draw(st.lists(steps, min_size=1, max_size=14))
-
-
 @given(
     program=programs(),
     sizes=st.lists(st.integers(0, 3 * BUFFER_NBYTES // 4), min_size=1, max_size=4),
@@ -123,40 +117,15 @@ def programs(draw: st.DrawFn) -> list[tuple[str, int]]:
 )
 def test_any_program_saves_what_it_has_computed_by_then(
     tmp_path_factory: pytest.TempPathFactory,
-    program: list[tuple[str, int]],
+    program: Steps,
     sizes: list[int],
     order: Any,
     seed: int,
     staging: int,
 ) -> None:
     folder = tmp_path_factory.mktemp("saves")
-    tensors = [torch.zeros(size, dtype=torch.float32) for size in sizes]
-    values, saves = [0] * len(sizes), []
     with AsyncWriter(staging_bytes=staging * BUFFER_NBYTES) as writer, modelled(order, seed) as model, model.queuing():
-        for number, (what, which) in enumerate(program):
-            which %= len(sizes)
-            if what == "change":
-                values[which] = number + 1
-                model.kernel(lambda one=tensors[which], value=number + 1: one.fill_(value))
-            elif what == "save":
-                saves.append((writer.save(tensors, folder / str(number)), folder / str(number), list(values)))
-            elif saves:
-                handle = saves[which % len(saves)][0]
-                _wait(handle) if what == "wait" else handle.cancel()
-    for handle, path, expected in saves:
-        if _wait(handle):
-            assert [one.unique().tolist() for one in torch.load(path)] == [
-                [value] if size else [] for value, size in zip(expected, sizes, strict=True)
-            ]
-
-
-def _wait(handle: Any) -> bool:
-    """Whether the file is there."""
-    try:
-        handle.result()
-    except SaveDroppedError:
-        return False
-    return True
+        run_saves(ModelComputer(model), writer, program, sizes, folder)
 
 
 def test_a_device_that_has_failed_hangs_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

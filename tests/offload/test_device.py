@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from device_model import ORDERS, DeviceModel, modelled
+from device_programs import Graph, ModelComputer, graphs, run_pass
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CASES, equal, gradients, large
@@ -92,13 +93,6 @@ def test_without_pinned_memory_left_tensors_stay_on_the_device(
     assert caplog.text.count("stays in memory, because it could not be written: no memory for staging") == 1
 
 
-@st.composite
-def graphs(draw: st.DrawFn) -> list[tuple[int, bool]]:
-    """Sizes of what is saved, in floats, and whether the program drops the tensor itself."""
-    size = st.sampled_from([1, 1000, BUFFER_NBYTES // 4, BUFFER_NBYTES // 4 + 1, 3 * BUFFER_NBYTES // 4 - 5])
-    return draw(st.lists(st.tuples(size, st.booleans()), min_size=1, max_size=8))
-
-
 @given(
     graph=graphs(),
     passes=st.integers(1, 3),
@@ -110,7 +104,7 @@ def graphs(draw: st.DrawFn) -> list[tuple[int, bool]]:
 )
 def test_any_graph_gets_what_it_has_saved(
     tmp_path_factory: pytest.TempPathFactory,
-    graph: list[tuple[int, bool]],
+    graph: Graph,
     passes: int,
     order: Any,
     seed: int,
@@ -127,7 +121,7 @@ def test_any_graph_gets_what_it_has_saved(
     with modelled(order, seed) as model, model.queuing(), nothing_else_keeps_memory(), used_memory(model):
         offload = ActivationOffload(config)
         for number in range(passes):
-            _pass(model, offload, graph, generator, number)
+            run_pass(ModelComputer(model), offload, graph, generator, number)
         offload.close()
 
 
@@ -154,34 +148,6 @@ def used_memory(model: DeviceModel) -> Iterator[None]:
 
 def void(value: object) -> None:
     """Kernels have no results."""
-
-
-def _pass(
-    model: DeviceModel, offload: ActivationOffload, graph: list[tuple[int, bool]], generator: random.Random, number: int
-) -> None:
-    """One forward pass, and what its backward pass may ask for. The device computes what is saved, and looks at what
-    comes back, in its own time."""
-    hooks, packed, kept, right = StepHooks(offload._engine), list[Any](), [], list[bool]()
-    for place, (size, is_dropped) in enumerate(graph):
-        tensor = torch.zeros(size)
-        model.kernel(lambda one=tensor, value=number * 100 + place: one.numpy().fill(value))
-        packed.append(hooks.pack(tensor))
-        if not is_dropped:
-            kept.append(tensor)
-        del tensor
-    order = [*range(len(graph))] * generator.choice([1, 2])
-    generator.shuffle(order)
-    for place in order[: generator.randint(0, len(order))]:
-        if packed[place] is None:
-            continue
-        found = hooks.unpack(packed[place])
-        assert found.shape == (graph[place][0],)
-        model.kernel(lambda one=found, value=number * 100 + place: right.append(bool((one == value).all())))
-        del found
-        if generator.random() < 0.3:
-            packed[place] = None
-    model.finish_kernels()
-    assert all(right)
 
 
 def test_what_was_read_ahead_for_nothing_is_not_freed_before_it_has_arrived(make: Any) -> None:
