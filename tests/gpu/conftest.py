@@ -8,7 +8,7 @@ import pytest
 import torch
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def occupy() -> Callable[[int], None]:
     """Keeps the current stream busy for so many cycles of the GPU's clock: torch has no public name for that."""
 

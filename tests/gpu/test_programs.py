@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from device_programs import Graph, Steps, graphs, programs, run_pass, run_saves
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastensor import AsyncWriter
@@ -49,7 +49,6 @@ class CudaComputer:
         return all(bool(one) for one in right)
 
 
-@settings(max_examples=60)
 @given(
     graph=graphs(),
     seed=st.integers(0, 1 << 16),
@@ -76,7 +75,6 @@ def test_any_graph_gets_what_it_has_saved(
             run_pass(computer, offload, graph, generator, number)
 
 
-@settings(max_examples=60)
 @given(
     program=programs(),
     sizes=st.lists(st.integers(0, 3 * BUFFER_NBYTES // 4), min_size=1, max_size=4),
