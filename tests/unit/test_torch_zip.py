@@ -105,6 +105,31 @@ def test_files_are_laid_out_as_by_torchs_writer(tmp_path: Path, sizes: list[int]
     assert torch_zip.hash_of_names(("data.pkl", "byteorder"), len(sizes)) == behind[1].data[:20]
 
 
+def test_the_same_structure_is_laid_out_once(tmp_path: Path) -> None:
+    """What is not a tensor may have changed, without that any size has."""
+    path, expected = tmp_path / "ours", tmp_path / "torchs"
+    plan(STATE)  # torch has shown how it lays out files
+    torch_layout._laid_out.cache_clear()
+    for step in (7, 8, 9):
+        state = {"w": torch.full((100,), float(step)), "step": step, "text": "abc" * (step < 9)}
+        fastensor.save(state, path)
+        assert torch_layout._laid_out.cache_info().misses == (2 if step == 9 else 1)
+        with torch.utils.serialization.config.patch({"save.storage_alignment": 64}):
+            torch.save(state, expected)
+        assert_same_records(path, expected)
+
+
+def assert_same_records(path: Path, expected: Path) -> None:
+    """All is the same, but for the names of the folder and of the serialization id."""
+    with zipfile.ZipFile(path) as ours, zipfile.ZipFile(expected) as theirs:
+        assert ours.testzip() is None
+        for one, other in zip(ours.infolist(), theirs.infolist(), strict=True):
+            assert one.filename.partition("/")[2] == other.filename.partition("/")[2]
+            if "serialization_id" not in one.filename:
+                assert ours.read(one) == theirs.read(other)
+                assert one.CRC == other.CRC
+
+
 class Subclass(torch.Tensor):
     """Not plain."""
 

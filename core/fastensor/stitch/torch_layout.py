@@ -10,11 +10,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, overload
+from typing import NamedTuple, TypeAlias, overload
 
 from isal import isal_zlib
 
-from fastensor.stitch.image import Blank, Header, Image, Payload, Segment
+from fastensor.stitch.image import CHECKSUM_NBYTES, Blank, Header, Image, Payload, Segment
 from fastensor.stitch.zip_directory import (
     DESCRIPTOR_CRC_OFFSET,
     DESCRIPTOR_SIGNATURE,
@@ -70,14 +70,30 @@ def lay_out(
         behind: the records behind the storages.
         alignment: at a multiple of this many bytes the contents of each record begin.
     """
+    layout = _laid_out(_sizes_of(before), tuple(sizes), _sizes_of(behind), alignment)
+    return layout.image([record.data for record in (*before, *behind)])
+
+
+_Sizes: TypeAlias = tuple[tuple[str, int], ...]
+"""Names of small records, and how many bytes each has."""
+
+
+def _sizes_of(records: Sequence[SmallRecord]) -> _Sizes:
+    return tuple((record.name, len(record.data)) for record in records)
+
+
+@lru_cache(maxsize=4)
+def _laid_out(before: _Sizes, sizes: tuple[int, ...], behind: _Sizes, alignment: int) -> _Layout:
+    """The layout of all files with records of these sizes: a program saves the same structure again and again."""
     layout = _Layout(alignment)
-    for record in before:
-        layout.add(record.name, len(record.data), record.data)
+    for name, nbytes in before:
+        layout.add(name, nbytes)
     for index, nbytes in enumerate(sizes):
         layout.add(storage_name(index), nbytes, index)
-    for record in behind:
-        layout.add(record.name, len(record.data), record.data)
-    return layout.image()
+    for name, nbytes in behind:
+        layout.add(name, nbytes)
+    layout.end()
+    return layout
 
 
 def without_headers(image: Image) -> Image:
@@ -88,13 +104,14 @@ def without_headers(image: Image) -> Image:
 
 
 class _Layout:
-    """A file that grows record by record. Use it no more after :meth:`image`."""
+    """A file that grows record by record, up to :meth:`end`. Small records have no contents yet."""
 
     def __init__(self, alignment: int) -> None:
         self._alignment = alignment
         self._segments: list[bytes | int] = []
         """Each is bytes, or the index of a storage."""
         self._offsets: list[int] = []
+        """Where each segment begins, and after :meth:`end` where the last one ends."""
         self._end = 0
         """Where the next record begins."""
         self._between = b""
@@ -102,15 +119,18 @@ class _Layout:
         self._directory: list[bytes] = []
         self._directory_nbytes = 0
         self._blanks: list[Blank] = []
-        """The blanks in the directory, counted from the directory's start."""
+        """The blanks of storages in the directory, counted from the directory's start; after :meth:`end` from that of
+        the last segment."""
+        self._small: list[tuple[int, int]] = []
+        """Of each small record its segment, and its blank in the directory."""
 
-    def add(self, name: str, nbytes: int, contents: bytes | int) -> None:
+    def add(self, name: str, nbytes: int, storage: int | None = None) -> None:
         """Add a record.
 
         Args:
             name: without the folder.
             nbytes: the size of the contents.
-            contents: the bytes, or the index of the storage that has them.
+            storage: the index of the storage that has the contents; None for a small record.
         """
         full = b"%b/%b" % (ARCHIVE.encode(), name.encode())
         offset = self._end
@@ -118,31 +138,53 @@ class _Layout:
         header = _local_header(full, nbytes, offset, self._alignment, wide=wide)
         self._segments.append(self._between + header)
         self._offsets.append(offset - len(self._between))
-        crc32 = 0
         self._between = b""
         self._end = begin = offset + len(header)
+        blank = self._directory_nbytes + ENTRY_CRC_OFFSET
+        if storage is None:
+            self._small.append((len(self._segments), blank))
+        elif nbytes:
+            self._blanks.append((blank, storage))
         if nbytes:
-            self._segments.append(contents)
+            self._segments.append(b"" if storage is None else storage)
             self._offsets.append(begin)
-            if isinstance(contents, bytes):
-                crc32 = isal_zlib.crc32(contents)
-            else:
-                self._blanks.append((self._directory_nbytes + ENTRY_CRC_OFFSET, contents))
-            self._between = _descriptor(nbytes, crc32, wide=wide)
+            self._between = _descriptor(nbytes, wide=wide)
             self._end = begin + nbytes + len(self._between)
-        entry = _entry(full, nbytes, crc32, offset, wide=wide)
+        entry = _entry(full, nbytes, offset, wide=wide)
         self._directory.append(entry)
         self._directory_nbytes += len(entry)
 
-    def image(self) -> Image:
-        """The image of the file, the directory at its end."""
+    def end(self) -> None:
+        """Add the directory."""
         ends = _ends(len(self._directory), self._directory_nbytes, self._end)
-        tail = b"".join((self._between, *self._directory, ends))
-        moved = [(len(self._between) + at, index) for at, index in self._blanks]
-        self._offsets.append(self._end - len(self._between))
-        self._segments.append(tail)
-        offsets = [*self._offsets, self._offsets[-1] + len(tail)]
-        return _Segments(self._segments, offsets, moved).image()
+        before = len(self._between)
+        self._offsets.append(self._end - before)
+        self._segments.append(b"".join((self._between, *self._directory, ends)))
+        self._offsets.append(self._end + self._directory_nbytes + len(ends))
+        self._blanks = [(before + at, index) for at, index in self._blanks]
+        self._small = [(number, before + at) for number, at in self._small]
+        self._directory.clear()
+
+    def image(self, small: Sequence[bytes]) -> Image:
+        """The image of the file whose small records have these contents."""
+        segments = [*self._segments]
+        last = bytearray(self._of_bytes(-1))
+        for (number, in_directory), data in zip(self._small, small, strict=True):
+            if not data:
+                continue
+            crc32 = isal_zlib.crc32(data).to_bytes(CHECKSUM_NBYTES, "little")
+            segments[number] = data
+            behind = last if number + 2 == len(segments) else bytearray(self._of_bytes(number + 1))
+            behind[DESCRIPTOR_CRC_OFFSET : DESCRIPTOR_CRC_OFFSET + CHECKSUM_NBYTES] = crc32
+            segments[number + 1] = bytes(behind)
+            last[in_directory : in_directory + CHECKSUM_NBYTES] = crc32
+        segments[-1] = bytes(last)
+        return _Segments(segments, self._offsets, self._blanks).image()
+
+    def _of_bytes(self, number: int) -> bytes:
+        segment = self._segments[number]
+        assert isinstance(segment, bytes)
+        return segment
 
 
 class _Segments(Sequence[Segment]):
@@ -214,18 +256,17 @@ def _padding(nbytes: int) -> bytes:
     return _EXTRA.pack(_PADDING_ID, nbytes) + _PADDING * nbytes
 
 
-def _descriptor(nbytes: int, crc32: int, *, wide: bool) -> bytes:
-    return (_DESCRIPTOR64 if wide else _DESCRIPTOR).pack(DESCRIPTOR_SIGNATURE, crc32, nbytes, nbytes)
+def _descriptor(nbytes: int, *, wide: bool) -> bytes:
+    """The descriptor behind a record, with a blank for the CRC32."""
+    return (_DESCRIPTOR64 if wide else _DESCRIPTOR).pack(DESCRIPTOR_SIGNATURE, 0, nbytes, nbytes)
 
 
-def _entry(name: bytes, nbytes: int, crc32: int, offset: int, *, wide: bool) -> bytes:
-    """The record's entry of the central directory."""
+def _entry(name: bytes, nbytes: int, offset: int, *, wide: bool) -> bytes:
+    """The record's entry of the central directory, with a blank for the CRC32."""
     sizes = _zip64_extra(nbytes, nbytes, offset) if wide else b""
     flags = _UTF8 | _DESCRIPTOR_FOLLOWS if nbytes else _UTF8
     shown, at = (min(nbytes, MAX32), min(offset, MAX32)) if wide else (nbytes, offset)
-    fixed = ENTRY.pack(
-        ENTRY_SIGNATURE, 0, 0, flags, 0, 0, 0, crc32, shown, shown, len(name), len(sizes), 0, 0, 0, 0, at
-    )
+    fixed = ENTRY.pack(ENTRY_SIGNATURE, 0, 0, flags, 0, 0, 0, 0, shown, shown, len(name), len(sizes), 0, 0, 0, 0, at)
     return fixed + name + sizes
 
 
