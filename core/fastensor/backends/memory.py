@@ -8,6 +8,8 @@ import mmap
 import os
 import weakref
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from isal import isal_zlib
 
@@ -18,6 +20,9 @@ _MADV_POPULATE_READ = 22  # Linux 5.14
 _WORTH_POPULATING_NBYTES = 64 << 10
 _PIECE_NBYTES = 4 << 20
 """Populated and checksummed at a time. 768 MiB from a disk took 0.20 s in pieces of 2 to 4 MiB, 0.25 s in whole."""
+_ROW_NBYTES = 512 << 10
+_ROW_STEP = _ROW_NBYTES - 64
+"""See :func:`copy_memory`."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _madvise = _libc.madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -95,5 +100,20 @@ def _last_error() -> OSError:
 
 
 def copy_memory(target: int, source: int, nbytes: int) -> None:
-    """``memmove`` between two addresses, without the GIL."""
-    ctypes.memmove(target, source, nbytes)
+    """Copy between two addresses, without the GIL. The memory does not overlap.
+
+    Large memory is copied in rows, which glibc copies faster on AMD's processors than all at once: 256 MiB by two
+    threads in 12.0 ms in place of 13.6. NumPy copies them in one call, row by row because each begins a little before
+    the one in front of it ends; without that, NumPy would make one copy of it.
+    """
+    count = max(nbytes - _ROW_NBYTES, 0) // _ROW_STEP
+    if count:
+        np.copyto(_rows(target, count), _rows(source, count))
+    done = count * _ROW_STEP
+    ctypes.memmove(target + done, source + done, nbytes - done)
+
+
+def _rows(address: int, count: int) -> npt.NDArray[np.uint8]:
+    """Rows of memory that overlap."""
+    memory = (ctypes.c_ubyte * ((count - 1) * _ROW_STEP + _ROW_NBYTES)).from_address(address)
+    return np.ndarray((count, _ROW_NBYTES), np.uint8, memoryview(memory), strides=(_ROW_STEP, 1))
