@@ -62,6 +62,24 @@ def test_the_host_waits_for_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (fastensor.load(tmp_path / "x")["w"] == 1).all()
 
 
+def test_each_storage_is_copied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, sizes = DeviceModel.copy, []
+
+    def note(model: DeviceModel, target: torch.Tensor, source: torch.Tensor) -> None:
+        sizes.append(source.nbytes)
+        copy(model, target, source)
+
+    monkeypatch.setattr(DeviceModel, "copy", note)
+    state = {str(number): big(mib, float(number)) for number, mib in enumerate((1, 11, 3, 17, 9))}
+    with AsyncWriter(staging_bytes="64MiB") as writer, modelled() as model, model.queuing():
+        for _ in range(2):
+            sizes.clear()
+            writer.save(state, tmp_path / "x").result()
+            assert sizes == [one.nbytes for one in state.values()]
+    found = fastensor.load(tmp_path / "x")
+    assert all(torch.equal(found[key], state[key]) for key in state)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_memory_that_is_dropped_after_a_save_stays_until_it_is_copied(tmp_path: Path, order: Any) -> None:
     with AsyncWriter() as writer, modelled(order) as model, model.queuing():

@@ -190,10 +190,11 @@ def test_neighbours_are_one_run() -> None:
     for number, buffer in enumerate((*first, *other)):
         buffer.array[:] = number
     chosen = [first[1], first[2], other[0], first[0], first[3], other[1]]
-    found = [(run.numel() // BUFFER_NBYTES, run[::BUFFER_NBYTES].tolist()) for run in runs_of(chosen)]
+    found = [(len(run.buffers), run.as_tensor()[::BUFFER_NBYTES].tolist()) for run in runs_of(chosen)]
     assert found == [(2, [1, 2]), (1, [4]), (1, [0]), (1, [3]), (1, [5])]
-    assert [run.numel() for run in runs_of(first)] == [4 * BUFFER_NBYTES]
-    assert next(runs_of(first)).data_ptr() == first[0].address
+    (whole,) = runs_of(first)
+    assert whole.nbytes == len(whole.view) == 4 * BUFFER_NBYTES
+    assert whole.address == whole.as_tensor().data_ptr() == first[0].address
     assert not list(runs_of([]))
 
 

@@ -115,21 +115,33 @@ class Buffer:
         return torch.from_numpy(self.array)
 
 
-def runs_of(buffers: Iterable[Buffer]) -> Iterator[torch.Tensor]:
-    """uint8 tensors over the memory of buffers, in order. Neighbours that were mapped together are one tensor."""
+class Run:
+    """Neighbouring buffers of one mapping, as one piece of memory."""
+
+    __slots__ = ("address", "buffers", "nbytes", "view")
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        first, last = buffers[0], buffers[-1]
+        self.buffers = buffers
+        self.view = first._slab.view[first.begin : last.begin + last.nbytes]
+        self.address = first.address
+        self.nbytes = self.view.nbytes
+
+    def as_tensor(self) -> torch.Tensor:
+        """A uint8 tensor over the same memory."""
+        return torch.from_numpy(np.frombuffer(self.view, dtype=np.uint8))
+
+
+def runs_of(buffers: Iterable[Buffer]) -> Iterator[Run]:
+    """The memory of buffers, in order, in as few runs as there are."""
     run: list[Buffer] = []
     for buffer in buffers:
         if run and not (run[-1]._slab is buffer._slab and run[-1].begin + run[-1].nbytes == buffer.begin):
-            yield _tensor_over(run)
+            yield Run(run)
             run = []
         run.append(buffer)
     if run:
-        yield _tensor_over(run)
-
-
-def _tensor_over(run: Sequence[Buffer]) -> torch.Tensor:
-    first, last = run[0], run[-1]
-    return torch.from_numpy(np.frombuffer(first._slab.view[first.begin : last.begin + last.nbytes], dtype=np.uint8))
+        yield Run(run)
 
 
 class BufferPool:

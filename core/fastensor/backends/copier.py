@@ -10,7 +10,7 @@ import torch
 from isal import isal_zlib
 
 from fastensor.backends import streams
-from fastensor.backends.buffers import Buffer
+from fastensor.backends.buffers import Buffer, Run
 from fastensor.backends.memory import copy_memory
 from fastensor.backends.streams import Copies, Event
 from fastensor.files.arguments import checks_keywords
@@ -91,8 +91,8 @@ class Copier:
         storage = self._storages[payload.storage]
         return None if isinstance(storage, torch.UntypedStorage) else storage
 
-    def copy(self, piece: Piece, payload: Payload, buffer: Buffer, begin: int) -> None:
-        """Copy a part of a storage, or queue that, into the window that begins at ``begin`` of the buffer.
+    def copy(self, piece: Piece, payload: Payload, window: Buffer | Run) -> None:
+        """Copy a part of a storage, or queue that, into the window that begins where the memory does.
 
         Raises:
             StateChangedError: the storage has another size than when the file was planned.
@@ -100,12 +100,12 @@ class Copier:
         storage = self._storages[payload.storage]
         assert isinstance(storage, torch.UntypedStorage)
         check_size(storage, payload)
-        start, at = payload.before + piece.begin, begin + piece.position
+        start, at = payload.before + piece.begin, piece.position
         if address := self._addresses[payload.storage]:
-            copy_memory(buffer.address + at, address + start, piece.nbytes)
+            copy_memory(window.address + at, address + start, piece.nbytes)
             return
         source = self._source(payload.storage, storage)[start : start + piece.nbytes]
-        self._copies.copy(buffer.as_tensor()[at : at + piece.nbytes], source)
+        self._copies.copy(window.as_tensor()[at : at + piece.nbytes], source)
 
     def let_go(self) -> None:
         """Let the program change or free the storages now: what it queues on the devices' current streams follows the

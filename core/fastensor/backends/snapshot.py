@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, BufferPool
+from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, BufferPool, Run, runs_of
 from fastensor.backends.copier import Copier, Window, copy_header
 from fastensor.backends.streams import Event, wait_until_over
 from fastensor.backends.threads import run_together, usable_cores
@@ -23,6 +23,8 @@ from fastensor.stitch.source import Plan
 
 _MOST_THREADS = 4
 """More threads do not copy faster: memory is the limit."""
+_MOST_AT_ONCE = 16
+"""Buffers that copies of devices are queued to at once: each storage is copied once if the buffers are neighbours."""
 
 
 class Snapshot:
@@ -210,12 +212,17 @@ class Snapshot:
         """The work of one thread: claim buffers, one after the other, and fill them. Raises only interrupts."""
         try:
             with copier.entered():
-                while (claimed := self._claim()) is not None:
-                    number, buffer = claimed
-                    self._fill(number, buffer, copier)
+                while claimed := self._claim(_MOST_AT_ONCE if copier.asynchronous else 1):
+                    number = min(claimed)
+                    for run in runs_of(claimed.values()):
+                        self._fill(number, run, copier)
+                        number += len(run.buffers)
+                    copied = copier.events()
                     with self._changed:
-                        self._staged[number], self._copied[number] = buffer, copier.events()
-                        self._filling.remove(buffer)
+                        self._staged |= claimed
+                        self._copied |= dict.fromkeys(claimed, copied)
+                        for buffer in claimed.values():
+                            self._filling.remove(buffer)
                         self._changed.notify_all()
         except Exception as error:  # noqa: BLE001  # raised by stage()
             self.fail(error)
@@ -223,17 +230,22 @@ class Snapshot:
             self.fail(error)
             raise
 
-    def _claim(self) -> tuple[int, Buffer] | None:
+    def _claim(self, most: int) -> dict[int, Buffer]:
+        """Lend buffers for the next parts of the file, up to ``most`` of those that are idle, at least one. Returns the
+        buffers by their numbers; none if nothing is left to be filled."""
         with self._claiming:
             if self._claimed == self._count or self._failure is not None:
-                return None
+                return {}
             buffer = self._pool.wait_and_take(
                 self._filling, while_waiting=self._streaming, stopped=lambda: self._failure is not None
             )
             if buffer is None:
-                return None
-            self._claimed += 1
-            return self._claimed - 1, buffer
+                return {}
+            buffers = [buffer]
+            while len(buffers) < min(most, self._count - self._claimed) and self._pool.free_nbytes:
+                buffers.append(self._pool.take(self._filling))
+            first, self._claimed = self._claimed, self._claimed + len(buffers)
+            return dict(enumerate(sorted(buffers, key=lambda one: one.address), first))
 
     @contextmanager
     def _streaming(self) -> Iterator[None]:
@@ -243,14 +255,16 @@ class Snapshot:
         with self._while_waiting():
             yield
 
-    def _fill(self, number: int, buffer: Buffer, copier: Copier) -> None:
-        buffer.prepare(copier.device)
+    def _fill(self, number: int, run: Run, copier: Copier) -> None:
+        """Fill a run, whose first buffer has a number."""
+        for buffer in run.buffers:
+            buffer.prepare(copier.device)
         begin = number * BUFFER_NBYTES
-        for piece in self._plan.image.pieces(begin, min(begin + BUFFER_NBYTES, self.nbytes)):
+        for piece in self._plan.image.pieces(begin, min(begin + run.nbytes, self.nbytes)):
             if isinstance(piece.segment, Header):
-                copy_header(piece, piece.segment, buffer.view)
+                copy_header(piece, piece.segment, run.view)
             else:
-                copier.copy(piece, piece.segment, buffer, 0)
+                copier.copy(piece, piece.segment, run)
 
 
 def _threads(nbytes: int) -> int:

@@ -140,7 +140,7 @@ class HostStager:
                 elif segment.blanks:
                     self._checksums.fill_in(piece, segment, data)
             elif piece.nbytes <= _BLOCK_NBYTES and self._copier.is_on_host(segment):
-                self._copier.copy(piece, segment, window.buffer, 0)
+                self._copier.copy(piece, segment, window.buffer)
                 self._checksums.add(piece, segment, data)
             else:
                 self._copy(window, data, piece, segment)
@@ -148,12 +148,12 @@ class HostStager:
     def _copy(self, window: Window, data: memoryview, piece: Piece, payload: Payload) -> None:
         if self._copier.is_on_host(payload):
             for block in _blocks(piece):
-                self._copier.copy(block, payload, window.buffer, 0)
+                self._copier.copy(block, payload, window.buffer)
                 self._checksums.add(block, payload, data)
         elif (file := self._copier.file(payload)) is not None:
             self._copy_from_file(data, piece, payload, file)
         else:
-            self._copier.copy(piece, payload, window.buffer, 0)
+            self._copier.copy(piece, payload, window.buffer)
             if self.asynchronous:
                 window.late.append(piece)
             else:

@@ -135,7 +135,8 @@ def wait_until_left(device: torch.device) -> None:
 def _side_by_side(blocks: Sequence[Buffer], values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Memory of blocks, and the values that it is for, in as few parts as there are runs of neighbours."""
     begin = 0
-    for memory in runs_of(blocks):
+    for run in runs_of(blocks):
+        memory = run.as_tensor()
         part = values[begin : begin + memory.numel()]
         yield memory[: part.numel()], part
         begin += part.numel()
