@@ -15,6 +15,7 @@ from device_programs import Graph, ModelComputer, graphs, run_pass
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CASES, equal, gradients, large
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastensor.backends import to_device
 from fastensor.backends.buffers import BUFFER_NBYTES
@@ -192,6 +193,34 @@ def test_a_device_that_has_no_room_for_what_comes_back_says_so(make: Any, monkey
             with pytest.raises(torch.OutOfMemoryError, match="the device is full"):
                 loss.backward(retain_graph=True)
         loss.backward()
+        offload.close()
+
+
+@pytest.mark.parametrize("target", ["dram", "ssd"])
+def test_what_is_needed_takes_the_room_of_what_was_read_ahead(
+    make: Any, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """The device has room for two tensors. Others are needed than were expected."""
+    living = list[StorageWeakRef]()
+
+    def storage_on(device: torch.device, nbytes: int) -> torch.UntypedStorage:
+        living[:] = [one for one in living if not one.expired()]
+        if len(living) == 2:
+            raise torch.OutOfMemoryError("the device is full")
+        storage = to_device.storage_on(device, nbytes)
+        living.append(StorageWeakRef(storage))
+        return storage
+
+    monkeypatch.setattr(moving, "storage_on", storage_on)
+    with modelled("early"), nothing_else_keeps_memory():
+        offload = make(target=target, dram_bytes=1 << 30 if target == "dram" else 0)
+        hooks = StepHooks(offload._engine)
+        packed = [hooks.pack(torch.full((BUFFER_NBYTES,), float(value))) for value in range(6)]
+        offload.settle()
+        for value in (5, 0, 3, 1, 4, 2):
+            assert (hooks.unpack(packed[value]) == value).all()
+            offload.settle()
+        packed.clear()
         offload.close()
 
 

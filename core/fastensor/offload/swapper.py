@@ -655,7 +655,8 @@ class Swapper:
 
     def _begin_read(self, saved: SavedBytes, *, urgent: bool) -> None:
         """Have a range copied back from its staging blocks, which is queued and needs no thread, or read from its slot.
-        An urgent one, which is needed now, is read before others, and beyond the budget if need be.
+        An urgent one, which is needed now, is read before others, and beyond the budget if need be. If there is no
+        memory for it, what was brought back before gives up its own.
 
         Raises:
             MemoryError, torch.OutOfMemoryError, OSError: there is no memory to read into.
@@ -665,6 +666,18 @@ class Swapper:
                 if other.prefetched:
                     self._cancel_read(other)
             self._make_room(saved.nbytes)
+        try:
+            self._queue_read(saved, urgent=urgent)
+        except _NO_MEMORY:
+            if not (urgent and self._evict_all()):
+                raise
+            self._queue_read(saved, urgent=True)
+        self._loaded.add(saved, saved.nbytes, beyond=urgent)
+        self._note_place(saved)
+        saved.prefetched = not urgent
+        self._note_peaks()
+
+    def _queue_read(self, saved: SavedBytes, *, urgent: bool) -> None:
         if saved.blocks:
             started = time.perf_counter()
             target, _ = moving.new_memory(saved, self._host)
@@ -674,10 +687,6 @@ class Swapper:
         else:
             reading = Reading.of(saved, self._host)
             saved.read = self._jobs.submit_read(partial(self._read_in, urgent=urgent), reading)
-        self._loaded.add(saved, saved.nbytes, beyond=urgent)
-        self._note_place(saved)
-        saved.prefetched = not urgent
-        self._note_peaks()
 
     def _read_in(self, reading: Reading, *, urgent: bool) -> torch.UntypedStorage | None:
         """In a reader thread: read a range, without the lock. Then note what came of it, with the lock held. None if
@@ -714,6 +723,13 @@ class Swapper:
         self._loaded.remove(saved)
         saved.loaded = None
         self._note_place(saved)
+
+    def _evict_all(self) -> bool:
+        """Evict all ranges that were brought back. Returns whether there were any."""
+        found = [saved for saved in self._loaded.oldest_first() if saved.loaded is not None]
+        for saved in found:
+            self._evict(saved)
+        return bool(found)
 
     def _note_place(self, saved: SavedBytes) -> None:
         """Count a range as away, or not."""
