@@ -204,8 +204,19 @@ def load_with_kvikio(path: Path, device: torch.device, state: State) -> State:
     return found
 
 
+def torch_gds() -> Any:
+    """The module.
+
+    Raises:
+        RuntimeError: there is no GPU.
+    """
+    if not torch.cuda.is_available():  # registering a file may never return then: cuFile 1.17 reads a file for ever
+        raise RuntimeError(f"{TORCH_GDS} needs a GPU")
+    return importlib.import_module(TORCH_GDS)
+
+
 def save_with_torch_gds(state: State, path: Path) -> None:
-    gds: Any = importlib.import_module(TORCH_GDS)
+    gds = torch_gds()
     synchronize(next(iter(state.values())).device)
     file = gds.GdsFile(str(path), os.O_CREAT | os.O_RDWR)
     for name, at in offsets(state):
@@ -215,7 +226,7 @@ def save_with_torch_gds(state: State, path: Path) -> None:
 
 
 def load_with_torch_gds(path: Path, device: torch.device, state: State) -> State:
-    gds: Any = importlib.import_module(TORCH_GDS)
+    gds = torch_gds()
     found = {name: torch.empty_like(tensor) for name, tensor in state.items()}
     synchronize(device)
     file = gds.GdsFile(str(path), os.O_RDONLY)
