@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 from programs import Program
 from provision.conftest import has_ended
 
+from fastensor.data.plan import EpochPlan
 from fastensor.provision.embedded.client import EmbeddedEngine
 from fastensor.provision.embedded.spec import packed
-from fastensor.provision.engine import Engine, Facts
+from fastensor.provision.engine import Engine, EngineLost, Facts, Registration, Start
 from fastensor.provision.making import Contents
 from fastensor.provision.sources import Source
 from fastensor.testing import ProvisionTests
-from fastensor.testing.provision import StartEngine
+from fastensor.testing.provision import MANY, SAMPLES, CountedSource, StartEngine, take
 
 NUMBERS = count()
 
@@ -48,3 +53,26 @@ class TestEmbedded(ProvisionTests):
         pid = engine.health()["pid"]
         os.kill(pid, signal.SIGKILL)
         assert has_ended(pid)
+
+    def test_what_a_caller_holds_goes_without_the_garbage_collector(
+        self, start: StartEngine, source: CountedSource
+    ) -> None:
+        """Although calls have failed: the one that looks for a server before it is started, and one to a dead one."""
+
+        def call() -> weakref.ref[CountedSource]:
+            held = CountedSource(Path())
+            engine = start(source, cache_nbytes=1 << 20)
+            feed = engine.register(Registration())
+            feed.start(Start(EpochPlan(SAMPLES, batch_size=4), 0, 0))
+            self.kill(engine)
+            with suppress(EngineLost):
+                take(feed, 0, MANY)
+            feed.close()
+            return weakref.ref(held)
+
+        gc.collect()
+        gc.disable()
+        try:
+            assert call()() is None
+        finally:
+            gc.enable()

@@ -11,8 +11,7 @@ import socket
 import subprocess
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -109,11 +108,11 @@ class EmbeddedEngine:
         return EmbeddedFeed(self._connected(), joined(head, pickled), pid=self._pid if self._name else None)
 
     def preload(self, plan: EpochPlan, epoch: int) -> None:
-        with _lost_as_engine_lost():
+        with _Conversation():
             self._talking().send(Say.PRELOAD, start_as_json(Start(plan, epoch, 0)))
 
     def health(self) -> dict[str, Any]:
-        with _lost_as_engine_lost():
+        with _Conversation():
             self._talking().send(Say.ASK)
             return json_of(_answer(self._talking(), _HEALTH_SECONDS, Say.STATUS).body)
 
@@ -166,7 +165,7 @@ class EmbeddedEngine:
         Raises:
             EngineLost: there is none.
         """
-        with _lost_as_engine_lost():
+        with _Conversation():
             connection = self._reached() if self._name else self._called()
             try:
                 hello = self._greeted(connection)
@@ -238,7 +237,7 @@ class EmbeddedFeed:
         self._pid = pid
         self._ring: RingReader | None = None
         try:
-            with _lost_as_engine_lost():
+            with _Conversation():
                 connection.send(Say.REGISTER, *said)
                 answer = _answer(connection, _ANSWER_SECONDS, Say.READY)
                 if answer.fd is not None:
@@ -251,11 +250,11 @@ class EmbeddedFeed:
         """Slots of batches that came through the socket."""
 
     def start(self, start: Start) -> None:
-        with self._talking():
+        with _Conversation(self._connection):
             self._connection.send(Say.START, start_as_json(start))
 
     def pushed(self, seconds: float) -> Pushed | None:
-        with self._talking():
+        with _Conversation(self._connection):
             while True:
                 message = self._connection.receive()
                 if message is not None:
@@ -266,7 +265,7 @@ class EmbeddedFeed:
                     return None
 
     def credit(self, generation: int, taken: int, *, waited_seconds: float) -> None:
-        with self._talking():
+        with _Conversation(self._connection):
             dropped = np.array(self._ring.dropped() if self._ring is not None else self._copied, np.int64)
             self._connection.send(Say.CREDIT, CREDIT.pack(generation, taken, waited_seconds), as_bytes(dropped))
             self._copied = []
@@ -302,16 +301,6 @@ class EmbeddedFeed:
                     os.kill(self._pid, signal.SIGKILL)
             raise ConnectionLost(f"the server does not answer for {_HEALTH_SECONDS} s")
 
-    @contextmanager
-    def _talking(self) -> Iterator[None]:
-        """Have what interrupts a conversation close the connection: half a message may have come or gone."""
-        try:
-            with _lost_as_engine_lost():
-                yield
-        except BaseException:
-            self._connection.close()
-            raise
-
 
 def _answer(connection: Connection, seconds: float, *expected: Say) -> Message:
     """Wait for a message of a kind that is expected.
@@ -331,13 +320,19 @@ def _answer(connection: Connection, seconds: float, *expected: Say) -> Message:
     return message
 
 
-class _lost_as_engine_lost:
-    """A block whose lost connections are raised as :class:`EngineLost`.
+class _Conversation:
+    """A block that talks to a server, and whose lost connections are raised as :class:`EngineLost`.
 
     No generator: since Python 3.12, an exception that a generator's context manager replaces is in a reference cycle
     with the frames of all callers. So what they hold would stay, until Python's garbage collector runs, whenever a
     service is started: the first attempt to reach it fails.
+
+    Args:
+        connection: closed by what interrupts the block: half a message may have come or gone.
     """
+
+    def __init__(self, connection: Connection | None = None) -> None:
+        self._connection = connection
 
     def __enter__(self) -> None:
         pass
@@ -345,6 +340,8 @@ class _lost_as_engine_lost:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None and self._connection is not None:
+            self._connection.close()
         if isinstance(error, ConnectionLost | BadMessage | OSError):
             raise EngineLost(str(error)) from error
 
