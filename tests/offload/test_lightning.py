@@ -9,6 +9,7 @@ import json
 import logging
 import pickle
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastensor
-from fastensor.offload import OffloadConfig
+from fastensor.offload import ActivationOffload, OffloadConfig, moving
 from fastensor.offload.config import OffloadOptions
 from fastensor_lightning import SSDActivationOffload
 
@@ -177,6 +178,35 @@ def test_codecs_and_a_trace(tmp_path: Path) -> None:
     written = sum(one["args"].get("bytes", 0) for one in events if one["name"] == "write")
     assert written == callback.statistics.written_bytes
     assert sum(one["name"] == "backward" and one["ph"] == "b" for one in events) == 12, "one for each training step"
+
+
+def test_what_is_still_being_written_when_training_ends_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes have written, and note it only when somebody waits for them."""
+    may_end, write = threading.Event(), moving.write
+
+    def write_and_wait(*arguments: Any, **options: Any) -> int:
+        crc32 = write(*arguments, **options)
+        assert may_end.wait(60)
+        return crc32
+
+    def opening(method: Callable[[ActivationOffload], None]) -> Callable[[ActivationOffload], None]:
+        def opened(offload: ActivationOffload) -> None:
+            may_end.set()
+            method(offload)
+
+        return opened
+
+    monkeypatch.setattr(moving, "write", write_and_wait)
+    for name in ("settle", "close"):
+        monkeypatch.setattr(ActivationOffload, name, opening(getattr(ActivationOffload, name)))
+    trace = tmp_path / "trace.json"
+    callback = SSDActivationOffload(dataclasses.replace(EVERYTHING, trace=str(trace)))
+    trained(Net, tmp_path, callback)
+    written = sum(
+        one["args"].get("bytes", 0) for one in json.loads(trace.read_text())["traceEvents"] if one["name"] == "write"
+    )
+    assert callback.statistics is not None
+    assert callback.statistics.written_bytes == written > 0
 
 
 def test_validation_is_left_alone_and_each_step_is_counted(tmp_path: Path) -> None:
