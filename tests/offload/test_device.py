@@ -179,6 +179,19 @@ def test_settling_waits_for_what_comes_back(make: Any) -> None:
         assert model.copied_nbytes == copied + 3 * found.nbytes
 
 
+def test_settling_waits_for_what_is_not_needed_any_more(make: Any) -> None:
+    with modelled() as model, nothing_else_keeps_memory(), model.queuing():
+        offload = make(target="dram", dram_bytes=1 << 30)
+        hooks = StepHooks(offload._engine)
+        packed = [hooks.pack(torch.full((BUFFER_NBYTES,), float(value))) for value in range(3)]
+        offload.settle()
+        copied = model.copied_nbytes
+        hooks.unpack(packed[2])
+        packed.clear()
+        offload.settle()
+        assert model.copied_nbytes == 2 * copied
+
+
 def test_a_device_that_has_no_room_for_what_comes_back_says_so(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(device: torch.device, nbytes: int) -> torch.UntypedStorage:
         raise torch.OutOfMemoryError("the device is full")

@@ -330,7 +330,8 @@ class Swapper:
                 jobs += [saved.read for saved in self._loaded.oldest_first()]
                 copied = [event for saved in self._copying for event in saved.copied]
                 arrived = [event for saved in self._loaded.oldest_first() for event in saved.arrived]
-            wait_uninterrupted((*copied, *arrived))
+                leaving = self._tiers.leaving()
+            wait_uninterrupted((*copied, *arrived, *leaving))
             running = [job for job in jobs if job is not None and not job.cancelled()]
             if not running and not copied:
                 return
