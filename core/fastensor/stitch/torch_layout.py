@@ -36,6 +36,9 @@ from fastensor.stitch.zip_directory import (
 
 ARCHIVE = "archive"
 """The folder of all records. torch names it so, unless ``torch.save`` was given a path."""
+_MOST_KEPT = 10_000
+"""Storages of a file whose layout is kept for the next one: headers of so many take 27 MB if they are padded to whole
+pages."""
 _UTF8, _DESCRIPTOR_FOLLOWS = 0x0800, 0x0008
 _EXTRA = struct.Struct("<2H")
 _DESCRIPTOR = struct.Struct("<4s3L")
@@ -70,7 +73,8 @@ def lay_out(
         behind: the records behind the storages.
         alignment: at a multiple of this many bytes the contents of each record begin.
     """
-    layout = _laid_out(_sizes_of(before), tuple(sizes), _sizes_of(behind), alignment)
+    lay_out_sizes = _laid_out if len(sizes) <= _MOST_KEPT else _laid_out.__wrapped__
+    layout = lay_out_sizes(_sizes_of(before), tuple(sizes), _sizes_of(behind), alignment)
     return layout.image([record.data for record in (*before, *behind)])
 
 
@@ -82,7 +86,7 @@ def _sizes_of(records: Sequence[SmallRecord]) -> _Sizes:
     return tuple((record.name, len(record.data)) for record in records)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)
 def _laid_out(before: _Sizes, sizes: tuple[int, ...], behind: _Sizes, alignment: int) -> _Layout:
     """The layout of all files with records of these sizes: a program saves the same structure again and again."""
     layout = _Layout(alignment)
