@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -10,7 +12,7 @@ import torch
 from device_model import DeviceModel
 from hypothesis import strategies as st
 
-from fastensor import AsyncWriter, SaveDroppedError
+from fastensor import AsyncWriter, SaveDroppedError, SaveHandle
 from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.offload import ActivationOffload
 from fastensor.offload.hooks import StepHooks
@@ -79,6 +81,8 @@ def run_pass(
         if not is_dropped:
             kept.append(tensor)
         del tensor
+    for size, _ in graph:  # what has been freed holds other values, if it is used again
+        computer.fill(torch.empty(size, device=computer.device), -1)
     order = [*range(len(graph))] * generator.choice([1, 2])
     generator.shuffle(order)
     for place in order[: generator.randint(0, len(order))]:
@@ -99,8 +103,11 @@ def programs() -> st.SearchStrategy[Steps]:
     return st.lists(step, min_size=1, max_size=14)
 
 
-def run_saves(computer: Computer, writer: AsyncWriter, steps: Steps, sizes: list[int], folder: Path) -> None:
-    """Run a program with tensors of so many floats, and compare each file with what was computed when it was saved."""
+def run_saves(
+    computer: Computer, writer: AsyncWriter, steps: Steps, sizes: list[int], folder: Path
+) -> Callable[[], None]:
+    """Run a program with tensors of so many floats. Returns what waits for the saves, and compares each file with what
+    was computed when it was saved."""
     tensors = [torch.zeros(size, device=computer.device) for size in sizes]
     values, saves = [0] * len(sizes), []
     for number, (what, which) in enumerate(steps):
@@ -113,6 +120,10 @@ def run_saves(computer: Computer, writer: AsyncWriter, steps: Steps, sizes: list
         elif saves:
             handle = saves[which % len(saves)][0]
             _wait(handle) if what == "wait" else handle.cancel()
+    return partial(_check_saves, saves, sizes)
+
+
+def _check_saves(saves: list[tuple[SaveHandle, Path, list[int]]], sizes: list[int]) -> None:
     for handle, path, expected in saves:
         if _wait(handle):
             assert [one.unique().tolist() for one in torch.load(path, map_location="cpu")] == [
@@ -120,7 +131,7 @@ def run_saves(computer: Computer, writer: AsyncWriter, steps: Steps, sizes: list
             ]
 
 
-def _wait(handle: Any) -> bool:
+def _wait(handle: SaveHandle) -> bool:
     """Whether the file is there."""
     try:
         handle.result()

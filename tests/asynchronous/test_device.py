@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 
 import fastensor
 from fastensor import AsyncWriter, SaveDroppedError
-from fastensor.backends.buffers import BUFFER_NBYTES
+from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, BufferPool
 from fastensor.backends.snapshot import Snapshot
+from fastensor.stitch import torch_zip
 
 MIB = 1 << 20
 
@@ -126,6 +128,28 @@ def test_a_save_that_fails_in_the_middle_gives_no_buffer_back_that_is_copied_to(
         assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_interrupt_gives_no_buffer_back_twice(order: Any) -> None:
+    class Interrupted(list[Buffer]):
+        def remove(self, buffer: Buffer) -> None:
+            if len(self) == 3:
+                raise KeyboardInterrupt
+            super().remove(buffer)
+
+    pool, holder = BufferPool(lambda: 8 * BUFFER_NBYTES), list[Buffer]()
+    planned = torch_zip.plan({"w": big(15)}, pickle_module=pickle, pickle_protocol=2)
+    pool.reserve(planned.nbytes)
+    with modelled(order) as model, model.queuing():
+        snapshot = Snapshot(planned, pool)
+        snapshot._filling = Interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            snapshot.stage()
+        snapshot.discard()
+    lent = pool.take_idle(holder, 100)
+    assert len(lent) == len(set(lent)) == 4
+    pool.close()
+
+
 @given(
     program=programs(),
     sizes=st.lists(st.integers(0, 3 * BUFFER_NBYTES // 4), min_size=1, max_size=4),
@@ -143,7 +167,8 @@ def test_any_program_saves_what_it_has_computed_by_then(
 ) -> None:
     folder = tmp_path_factory.mktemp("saves")
     with AsyncWriter(staging_bytes=staging * BUFFER_NBYTES) as writer, modelled(order, seed) as model, model.queuing():
-        run_saves(ModelComputer(model), writer, program, sizes, folder)
+        check = run_saves(ModelComputer(model), writer, program, sizes, folder)
+    check()
 
 
 def test_a_device_that_has_failed_hangs_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

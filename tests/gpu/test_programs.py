@@ -45,6 +45,7 @@ class CudaComputer:
         self._right.append((tensor == value).all())
 
     def finish(self) -> bool:
+        torch.cuda.synchronize(self.device)
         right, self._right = self._right, []
         return all(bool(one) for one in right)
 
@@ -90,4 +91,5 @@ def test_any_program_saves_what_it_has_computed_by_then(
     staging: int,
 ) -> None:
     with AsyncWriter(staging_bytes=staging * BUFFER_NBYTES) as writer:
-        run_saves(CudaComputer(occupy, seed), writer, program, sizes, tmp_path_factory.mktemp("saves"))
+        check = run_saves(CudaComputer(occupy, seed), writer, program, sizes, tmp_path_factory.mktemp("saves"))
+    check()

@@ -208,3 +208,17 @@ def test_copies_work_without_pinning(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 1
     assert cudart.cudaHostRegister.call_count == 2
     cudart.cudaHostUnregister.assert_not_called()
+
+
+def test_no_more_is_lent_than_is_idle() -> None:
+    pool = BufferPool(lambda: 8 * BUFFER_NBYTES)
+    pool.reserve(5 * BUFFER_NBYTES)
+    holder: list[Buffer] = []
+    first, rest = pool.take_idle(holder, 2), pool.take_idle(holder, 6)
+    assert (len(first), len(rest)) == (2, 3)
+    assert holder == [*first, *rest]
+    assert len(set(holder)) == 5
+    assert not pool.take_idle(holder, 1)
+    pool.give(holder.pop())
+    assert len(pool.take_idle(holder, 4)) == 1
+    pool.close()

@@ -251,6 +251,14 @@ class BufferPool:
             self._check_open()
             return lent if isinstance(lent, Buffer) else None
 
+    def take_idle(self, holder: list[Buffer], most: int) -> list[Buffer]:
+        """Lend up to ``most`` of the buffers that are idle now. See :meth:`wait_and_take`."""
+        taken: list[Buffer] = []
+        with self._changed:
+            while len(taken) < most and self._lend(holder):
+                taken.append(holder[-1])
+        return taken
+
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back. Nothing reads or writes it any more."""
         if buffer.is_of_parent:

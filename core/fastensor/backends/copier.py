@@ -91,8 +91,8 @@ class Copier:
         storage = self._storages[payload.storage]
         return None if isinstance(storage, torch.UntypedStorage) else storage
 
-    def copy(self, piece: Piece, payload: Payload, window: Buffer | Run) -> None:
-        """Copy a part of a storage, or queue that, into the window that begins where the memory does.
+    def copy(self, piece: Piece, payload: Payload, memory: Buffer | Run) -> None:
+        """Copy a part of a storage, or queue that, to its place in a window, with whose start the memory begins.
 
         Raises:
             StateChangedError: the storage has another size than when the file was planned.
@@ -102,10 +102,10 @@ class Copier:
         check_size(storage, payload)
         start, at = payload.before + piece.begin, piece.position
         if address := self._addresses[payload.storage]:
-            copy_memory(window.address + at, address + start, piece.nbytes)
+            copy_memory(memory.address + at, address + start, piece.nbytes)
             return
         source = self._source(payload.storage, storage)[start : start + piece.nbytes]
-        self._copies.copy(window.as_tensor()[at : at + piece.nbytes], source)
+        self._copies.copy(memory.as_tensor()[at : at + piece.nbytes], source)
 
     def let_go(self) -> None:
         """Let the program change or free the storages now: what it queues on the devices' current streams follows the

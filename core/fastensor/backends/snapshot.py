@@ -24,7 +24,8 @@ from fastensor.stitch.source import Plan
 _MOST_THREADS = 4
 """More threads do not copy faster: memory is the limit."""
 _MOST_AT_ONCE = 16
-"""Buffers that copies of devices are queued to at once: each storage is copied once if the buffers are neighbours."""
+"""Buffers that copies of devices are queued to at once. What a storage has in these is one copy if they are
+neighbours."""
 
 
 class Snapshot:
@@ -107,7 +108,9 @@ class Snapshot:
         try:
             copier = Copier(self._plan.storages)
             try:
-                run_together(lambda: self._fill_buffers(copier), _threads(copier.host_nbytes))
+                threads = _threads(copier.host_nbytes)
+                most = _MOST_AT_ONCE if copier.asynchronous and threads == 1 else 1  # so that threads share the work
+                run_together(lambda: self._fill_buffers(copier, most), threads)
                 copier.let_go()
             finally:
                 if self._filling:  # no event says when what was cut off is done
@@ -140,7 +143,7 @@ class Snapshot:
             self._changed.wait_for(lambda: not self._staging)
             for copied in self._copied.values():
                 wait_until_over(copied)  # a device would go on copying to what others have got
-            for buffer in (*self._staged.values(), *self._filling):
+            for buffer in dict.fromkeys((*self._staged.values(), *self._filling)):  # an interrupt may leave one in both
                 self._pool.give(buffer)
             self._staged.clear()
             self._copied.clear()
@@ -208,12 +211,12 @@ class Snapshot:
             self._staging = False
             self._changed.notify_all()
 
-    def _fill_buffers(self, copier: Copier) -> None:
+    def _fill_buffers(self, copier: Copier, most: int) -> None:
         """The work of one thread: claim buffers, one after the other, and fill them. Raises only interrupts."""
         try:
             with copier.entered():
-                while claimed := self._claim(_MOST_AT_ONCE if copier.asynchronous else 1):
-                    number = min(claimed)
+                while claimed := self._claim(most):
+                    number = next(iter(claimed))
                     for run in runs_of(claimed.values()):
                         self._fill(number, run, copier)
                         number += len(run.buffers)
@@ -231,7 +234,7 @@ class Snapshot:
             raise
 
     def _claim(self, most: int) -> dict[int, Buffer]:
-        """Lend buffers for the next parts of the file, up to ``most`` of those that are idle, at least one. Returns the
+        """Take buffers for the next parts of the file, up to ``most`` of those that are idle, at least one. Returns the
         buffers by their numbers; none if nothing is left to be filled."""
         with self._claiming:
             if self._claimed == self._count or self._failure is not None:
@@ -241,9 +244,8 @@ class Snapshot:
             )
             if buffer is None:
                 return {}
-            buffers = [buffer]
-            while len(buffers) < min(most, self._count - self._claimed) and self._pool.free_nbytes:
-                buffers.append(self._pool.take(self._filling))
+            left = self._count - self._claimed
+            buffers = [buffer, *self._pool.take_idle(self._filling, min(most, left) - 1)]
             first, self._claimed = self._claimed, self._claimed + len(buffers)
             return dict(enumerate(sorted(buffers, key=lambda one: one.address), first))
 
