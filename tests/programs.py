@@ -124,7 +124,7 @@ class Program:
             try:
                 self.wait(timeout)
             except BaseException:
-                _kill_group(self.pid)
+                kill_group(self.pid)
                 raise
             sent.result()
             out, err = (one.result() for one in read)
@@ -210,12 +210,12 @@ def _run_cold(
         try:
             out, err = process.communicate(timeout=timeout)
         except BaseException:
-            _kill_group(process.pid)
+            kill_group(process.pid)
             raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def _kill_group(pid: int) -> None:
+def kill_group(pid: int) -> None:
     """Kill a program and what it has started, which may hold its pipes open."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from integration.forked_uses import CASES, HANG_SECONDS, MOMENTS, REFUSED
-from programs import Program
+from programs import Program, kill_group
 
 Ask = Callable[[str, str, Path], str]
 
@@ -25,7 +25,7 @@ def ask() -> Iterator[Ask]:
             ready, _, _ = select.select([process.stdout], [], [], 5 * HANG_SECONDS)
             if answer := process.stdout.readline() if ready else "":
                 return str(json.loads(answer))
-            process.kill()
+            kill_group(process.pid)  # its children hold its standard error
             return f"no answer; it has said: {process.stderr.read()}"
 
         yield ask

@@ -589,6 +589,7 @@ def interrupt(number: int) -> Iterator[Interrupt]:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks whether any frame wants these when tracing begins
     sys.settrace(trace)
     try:
         yield found

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import os
+import threading
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,19 @@ def test_passes_and_threads(make: Any, tmp_path: Path) -> None:
 
 
 def test_threads_that_help_to_read(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first thread of a range with several pieces begins when another one has come."""
+    come, read, led = threading.Event(), moving.read, set[int]()
+
+    def read_together(reading: moving.Reading, *arguments: Any, **options: Any) -> None:
+        if not reading.is_one_piece:
+            if id(reading) in led:
+                come.set()
+            led.add(id(reading))
+            assert come.wait(60)
+        read(reading, *arguments, **options)
+
     monkeypatch.setattr(moving, "PIECE_NBYTES", 8192)
+    monkeypatch.setattr(moving, "read", read_together)
     offload = make(trace=str(tmp_path / "trace.json"))
     gradients(CASES["perceptron"], offload)
     offload.close()
