@@ -66,6 +66,8 @@ class _Slab:
 def _unpin(address: int, device: torch.device, process: int) -> None:
     if process == os.getpid():  # or else it is pinned for the parent
         with torch.cuda.device(device):
+            with contextlib.suppress(RuntimeError):  # a device that has failed copies nothing any more
+                torch.cuda.synchronize(device)  # copies may be queued that nobody waits for
             torch.cuda.check_error(int(_cudart().cudaHostUnregister(address)))
 
 

@@ -23,6 +23,8 @@ from fastensor.stitch.source import Plan
 
 _MOST_THREADS = 4
 """More threads do not copy faster: memory is the limit."""
+_SMALL_SHARE = 8
+"""One thread copies what is in host memory, and queues the rest, if no more than one in so many bytes is there."""
 _MOST_AT_ONCE = 16
 """Buffers that copies of devices are queued to at once. What a storage has in these is one copy if they are
 neighbours."""
@@ -109,6 +111,8 @@ class Snapshot:
             copier = Copier(self._plan.storages)
             try:
                 threads = _threads(copier.host_nbytes)
+                if copier.asynchronous and copier.host_nbytes <= self.nbytes // _SMALL_SHARE:
+                    threads = 1
                 most = _MOST_AT_ONCE if copier.asynchronous and threads == 1 else 1  # so that threads share the work
                 run_together(lambda: self._fill_buffers(copier, most), threads)
                 copier.let_go()

@@ -181,9 +181,9 @@ def wait_uninterrupted(events: Iterable[Event]) -> None:
     """:func:`wait_for`, before memory is used again that is copied from, or to: an interrupt is raised afterwards.
 
     Raises:
-        torch.AcceleratorError: a device has failed. It copies nothing any more.
+        RuntimeError: a device has failed, or cannot be asked. It copies nothing any more.
     """
-    failures: list[torch.AcceleratorError] = []
+    failures: list[RuntimeError] = []
     for event in events:
         uninterrupted(partial(_wait_for_one, event, failures))
     if failures:
@@ -193,14 +193,14 @@ def wait_uninterrupted(events: Iterable[Event]) -> None:
 def wait_until_over(events: Iterable[Event]) -> None:
     """:func:`wait_uninterrupted`, before memory is given back whose contents nobody wants: also if a device has
     failed."""
-    with suppress(torch.AcceleratorError):
+    with suppress(RuntimeError):
         wait_uninterrupted(events)
 
 
-def _wait_for_one(event: Event, failures: list[torch.AcceleratorError]) -> None:
+def _wait_for_one(event: Event, failures: list[RuntimeError]) -> None:
     try:
         event.synchronize()
-    except torch.AcceleratorError as error:
+    except RuntimeError as error:
         failures.append(error)
 
 

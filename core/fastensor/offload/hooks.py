@@ -94,7 +94,7 @@ class OffloadedTensor:
         upcoming, unexpected = self.forward.look_ahead(saved, self.position)
         storage, origin = swapper.bring(saved, upcoming, unexpected)
         tensor = _with_version_counter(self.versioned, self.view.on(storage, origin))
-        used_on_current(tensor)
+        used_on_current(tensor.conj() if tensor.is_conj() else tensor)  # of the memory, not of a conjugated copy
         if upcoming or unexpected:
             # Reading ahead wakes reader threads, so it comes last, as writing does in pack.
             self.forward.note_read_ahead(swapper.read_ahead(saved, upcoming, unexpected))

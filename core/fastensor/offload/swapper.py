@@ -349,8 +349,9 @@ class Swapper:
             for saved in [*self._copying]:
                 self._keep_after_all(saved)
             self._let_go_released()
+            arriving = [event for saved in self._loaded.oldest_first() for event in saved.arrived]
             leaving = self._tiers.leaving()
-        wait_until_over(leaving)
+        wait_until_over((*arriving, *leaving))
         with self._lock:
             self._host.clear()
             self._tiers.close()

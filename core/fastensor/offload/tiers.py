@@ -27,6 +27,8 @@ from fastensor.select.selector import Selector
 from fastensor.select.transfer import Transfer
 
 _SHARE_OF_FREE_MEMORY = 0.5
+_GROWTH_NBYTES = 64 << 20
+"""Bytes by which staging memory grows, within the budgets."""
 _logger = logging.getLogger("fastensor")
 
 
@@ -143,7 +145,9 @@ class StorageTiers:
         return self._leaving[0][0] if self._leaving and self._staged.free_nbytes < in_blocks(nbytes) else ()
 
     def _reserve(self, nbytes: int) -> None:
-        self._staged.reserve(self._staged.nbytes - self._staged.free_nbytes + nbytes)
+        wanted = self._staged.nbytes - self._staged.free_nbytes + nbytes
+        if wanted > self._staged.nbytes:  # much at once: it is pinned at once, and ranges find neighbours in it
+            self._staged.reserve(max(wanted, self._staged.nbytes + _GROWTH_NBYTES))
 
     def take_blocks(self, nbytes: int) -> list[Buffer]:
         """Staging blocks for ``nbytes``.

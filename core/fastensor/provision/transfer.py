@@ -24,7 +24,7 @@ class DeviceCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies = Copies([device], "batches")
-        self._pinned: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._pinned: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
         self._copied: list[Sequence[Event]] = [(), ()]
         """When each piece of pinned memory can be used again."""
         self._turn = 0
@@ -57,7 +57,8 @@ class DeviceCopies:
         sizes: list[int] = []
         mapped(lambda tensor: sizes.append(_aligned_nbytes(tensor)), batch)
         if sum(sizes) > len(self._pinned[self._turn]):
-            self._pinned[self._turn] = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+            with torch.inference_mode(False):  # it is kept for batches in other modes
+                self._pinned[self._turn] = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def mapped(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:
