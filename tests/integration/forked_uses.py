@@ -12,14 +12,12 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import http.server
 import io
 import itertools
 import json
 import logging
 import mmap
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -35,7 +33,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
+from integration.http_folder import served
 
 import fastensor
 from fastensor.backends import registry
@@ -240,61 +241,19 @@ def _save_url(folder: Path) -> Uses:
     return repeated(use)
 
 
-class Ranges(http.server.SimpleHTTPRequestHandler):
-    """Serves a folder, also by ranges."""
-
-    protocol_version = "HTTP/1.1"
-    by_ranges = True
-
-    def do_GET(self) -> None:
-        data = Path(self.translate_path(self.path)).read_bytes()
-        asked = self.headers.get("Range", "") if self.by_ranges else ""
-        first, _, last = asked.removeprefix("bytes=").partition("-")
-        part = data[int(first) : int(last) + 1] if asked else data
-        self.send_response(206 if asked else 200)
-        if asked:
-            self.send_header("Content-Range", f"bytes {first}-{last}/{len(data)}")
-        self.send_header("Content-Length", str(len(part)))
-        self.end_headers()
-        with contextlib.suppress(ConnectionError):  # fsspec may have seen enough
-            self.wfile.write(part)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
-class WholeFiles(Ranges):
-    by_ranges = False
-
-
-@contextmanager
-def served(folder: Path, handler: type[Ranges]) -> Iterator[str]:
-    """Serve a folder from a process of its own: a thread of this one would not live in the child."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder)))
-    child = os.fork()
-    if not child:
-        server.serve_forever()
-    server.server_close()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
-@case("open-http-by-ranges", Ranges)
-@case("open-http-whole", WholeFiles)
-def _open_http(folder: Path, handler: type[Ranges]) -> Uses:
+@case("open-http-by-ranges", "ranges")
+@case("open-http-whole", "whole")
+def _open_http(folder: Path, kind: str) -> Uses:
     saved(folder, HUGE)
-    with served(folder, handler) as url:
+    with served(folder, kind) as url:
         yield from lazily(f"{url}/x.ckpt", HUGE)
 
 
-@case("load-http-by-ranges", Ranges)
-@case("load-http-whole", WholeFiles)
-def _load_http(folder: Path, handler: type[Ranges]) -> Uses:
+@case("load-http-by-ranges", "ranges")
+@case("load-http-whole", "whole")
+def _load_http(folder: Path, kind: str) -> Uses:
     saved(folder, HUGE)
-    with served(folder, handler) as url:
+    with served(folder, kind) as url:
         yield from repeated(lambda: check(fastensor.load(f"{url}/x.ckpt")["b"], HUGE))
 
 
@@ -447,6 +406,7 @@ def in_child(use: Use, in_ours: threading.Thread | None = None) -> str:
             torch.set_num_threads(1)  # OpenMP's threads do not live here; a DataLoader's workers do the same
             faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=said)
             outcome = outcome_of(use)
+            gc.collect()  # what goes in the child may be the parent's as well
             faulthandler.cancel_dump_traceback_later()
             os.write(said.fileno(), outcome.encode())
             os._exit(0)

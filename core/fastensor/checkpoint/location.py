@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+from weakref import WeakSet
 
 from fastensor.errors import UnknownFilesystemError, caught_as
 
@@ -75,7 +76,30 @@ def _resolve_url(url: str, storage_options: Mapping[str, Any]) -> str | RemotePa
             f"{url}: fsspec cannot reach it ({error}); expected a path, or a URL such as s3://bucket/name whose "
             f"package (s3fs for s3, gcsfs for gs) is installed"
         ) from error
-    return str(path) if isinstance(filesystem, LocalFileSystem) else RemotePath(url, filesystem, path)
+    if isinstance(filesystem, LocalFileSystem):
+        return str(path)
+    keep_in_children(filesystem)
+    return RemotePath(url, filesystem, path)
+
+
+_used: WeakSet[Any] = WeakSet()
+"""Remote filesystems that this process has used."""
+_of_parent: list[Any] = []
+"""In a forked child: the parent's remote filesystems. If one went, HTTP's would close its connections, by an event loop
+that shares its ``epoll`` with the parent's: the parent would wait for ever for what comes in by them."""
+
+
+def keep_in_children(filesystem: Any) -> None:
+    """Have a remote filesystem not go in forked children."""
+    _used.add(filesystem)
+
+
+def _keep_those_of_parent() -> None:
+    _of_parent.extend(_used)
+    _used.clear()
+
+
+os.register_at_fork(after_in_child=_keep_those_of_parent)
 
 
 def name_of(location: Location) -> str:

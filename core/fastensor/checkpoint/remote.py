@@ -19,7 +19,7 @@ from fastensor.backends.base import Extent
 from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.backends.fallback import Fallback, record_fallback
 from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader
-from fastensor.checkpoint.location import RemotePath, locate
+from fastensor.checkpoint.location import RemotePath, keep_in_children, locate
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
 from fastensor.errors import BackendUnavailableError, FastensorError
 from fastensor.files.posix import TEMPORARY_SUFFIX
@@ -183,7 +183,9 @@ def _patient(target: RemotePath) -> AbstractFileSystem:
     options = dict(filesystem.storage_options)
     timeout = ClientTimeout(total=None, sock_connect=_QUIET_SECONDS, sock_read=_QUIET_SECONDS)
     client = {"timeout": timeout, **(options.pop("client_kwargs", None) or {})}
-    return type(filesystem)(**options, client_kwargs=client)
+    patient = type(filesystem)(**options, client_kwargs=client)
+    keep_in_children(patient)
+    return patient
 
 
 def _is_http(target: RemotePath) -> bool:
