@@ -83,6 +83,7 @@ def cuda(status: int = 0) -> Iterator[mock.Mock]:
         mock.patch.object(buffers, "_cudart", return_value=cudart),
         mock.patch("torch.cuda.device"),
         mock.patch("torch.cuda.check_error"),
+        mock.patch("torch.cuda.synchronize", cudart.synchronize),
     ):
         yield cudart
 
@@ -102,6 +103,8 @@ def test_a_dropped_pool_unpins_its_memory(limit: None) -> None:
         del pool
         gc.collect()
         assert cudart.cudaHostUnregister.call_count == mappings
+        last, before = cudart.method_calls[-1], cudart.method_calls[-2]
+        assert (before[0], last[0]) == ("synchronize", "cudaHostUnregister"), "copies may be queued"
 
 
 def test_lent_memory_is_unpinned_when_it_is_dropped_after_its_pool() -> None:
