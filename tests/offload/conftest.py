@@ -44,6 +44,8 @@ class HeldWrites:
 
     begun: threading.Event = field(default_factory=threading.Event)
     """One has begun."""
+    each: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    """Released by each that begins."""
     go: threading.Event = field(default_factory=threading.Event)
 
 
@@ -53,6 +55,7 @@ def held_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldWrites]:
 
     def when_let_go(self: direct.DirectSlots, data: memoryview, offset: int) -> None:
         held.begun.set()
+        held.each.release()
         assert held.go.wait(60)
         write(self, data, offset)
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from fastensor.offload import ActivationOffload, OffloadError
 from fastensor.offload.forward import ForwardPass
+from fastensor.offload.jobs import THREADS
 
 SECONDS = 30
 """After so many, a child that waits for what never comes is ended."""
@@ -123,7 +124,9 @@ def test_a_fork_in_the_middle_of_a_step(
 
     with offload.step():
         loss = training.loss()
-        assert held_writes.begun.wait(60)
+        # No thread is in the middle of torch's own code, whose locks the child would wait for.
+        for _ in range(min(THREADS, offload.statistics().offloaded)):
+            assert held_writes.each.acquire(timeout=60)
         ended = in_child(go_on)
         again = training.loss()
     assert ended() == 0

@@ -171,7 +171,10 @@ def _test(python: Path, tests: tuple[str, ...], report: Path, versions: dict[str
     seconds = time.monotonic() - started
     if done.returncode not in (0, 1) or not report.exists():
         return Outcome(versions, {}, seconds, f"pytest ended with {done.returncode}")
-    return Outcome(versions, _counts(report), seconds)
+    try:
+        return Outcome(versions, _counts(report), seconds)
+    except ElementTree.ParseError:  # such as on a full disk
+        return Outcome(versions, {}, seconds, f"{report.name} is cut off")
 
 
 def _counts(report: Path) -> dict[str, int]:
