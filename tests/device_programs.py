@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fastensor import AsyncWriter, SaveDroppedError, SaveHandle
 from fastensor.backends.buffers import BUFFER_NBYTES
-from fastensor.offload import ActivationOffload
+from fastensor.offload import ActivationOffload, OffloadConfig
 from fastensor.offload.hooks import StepHooks
 
 Graph: TypeAlias = list[tuple[int, bool]]
@@ -60,6 +60,14 @@ class ModelComputer:
         self._model.finish_kernels()
         right, self._right = self._right, []
         return all(right)
+
+
+def offload_config(folder: Path, target: Any, *, blocks: int, ahead: int) -> OffloadConfig:
+    """All leaves, to a folder or to host memory, and so many blocks at a time leave and come back."""
+    return OffloadConfig(
+        schedule="all", min_bytes=1, directories=(str(folder),), target=target,
+        dram_bytes=8 * BUFFER_NBYTES, staging_bytes=blocks * BUFFER_NBYTES, prefetch_bytes=ahead * BUFFER_NBYTES,
+    )  # fmt: skip
 
 
 def graphs() -> st.SearchStrategy[Graph]:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from device_programs import Graph, Steps, graphs, programs, run_pass, run_saves
+from device_programs import Graph, Steps, graphs, offload_config, programs, run_pass, run_saves
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fastensor import AsyncWriter
 from fastensor.backends.buffers import BUFFER_NBYTES
-from fastensor.offload import ActivationOffload, OffloadConfig
+from fastensor.offload import ActivationOffload
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,10 +67,7 @@ def test_any_graph_gets_what_it_has_saved(
     target: Any,
 ) -> None:
     computer, generator = CudaComputer(occupy, seed), random.Random(seed)
-    config = OffloadConfig(
-        schedule="all", min_bytes=1, directories=(str(tmp_path_factory.getbasetemp()),), target=target,
-        dram_bytes=8 * BUFFER_NBYTES, staging_bytes=blocks * BUFFER_NBYTES, prefetch_bytes=ahead * BUFFER_NBYTES,
-    )  # fmt: skip
+    config = offload_config(tmp_path_factory.getbasetemp(), target, blocks=blocks, ahead=ahead)
     with ActivationOffload(config) as offload:
         for number in range(3):
             run_pass(computer, offload, graph, generator, number)

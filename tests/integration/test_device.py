@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from devices import filled_at_once
 
 import fastensor
 from fastensor.backends.fallback import available_names
-from fastensor.backends.streams import CudaStreams
+from fastensor.backends.streams import CudaStreams, wait_uninterrupted, wait_until_over
 from fastensor.provision.transfer import DeviceCopies
 
 SIZES = (5 << 20, 3, 0, 1 << 20)
@@ -62,6 +63,30 @@ def test_batches_are_whole_although_their_memory_is_used_again(order: Any, monke
             assert batch["b"][1] == "text"
             del batch
     assert right == [True] * 6
+
+
+def test_batches_are_copied_while_another_device_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):  # torch notes once which functions make tensors: before one is replaced here
+        empty = torch.empty
+        assert empty(0).is_meta
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    with modelled() as model:
+        with torch.device("meta"):
+            copies = DeviceCopies(torch.device("cpu"))
+            for _ in range(2):  # both pieces of pinned memory are made
+                copies([torch.ones(3, device="cpu")])
+        for value in range(4):
+            (found,) = copies([torch.full((3,), float(value))])
+            model.run(list(model.queued))
+            assert found.tolist() == [value] * 3
+
+
+def test_what_cannot_be_waited_for_is_an_error_and_no_loop() -> None:
+    event = mock.Mock(**{"synchronize.side_effect": RuntimeError("Cannot re-initialize CUDA in forked subprocess")})
+    wait_until_over([event])
+    with pytest.raises(RuntimeError, match="re-initialize"):
+        wait_uninterrupted([event])
+    assert event.synchronize.call_count == 2
 
 
 def test_only_devices_of_cuda_have_streams() -> None:

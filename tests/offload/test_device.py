@@ -11,13 +11,13 @@ from unittest import mock
 import pytest
 import torch
 from device_model import ORDERS, DeviceModel, modelled
-from device_programs import Graph, ModelComputer, graphs, run_pass
+from device_programs import Graph, ModelComputer, graphs, offload_config, run_pass
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CASES, equal, gradients, large
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastensor.backends import to_device
+from fastensor.backends import buffers, to_device
 from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.errors import OffloadError
 from fastensor.offload import ActivationOffload, OffloadConfig, config, moving
@@ -115,10 +115,7 @@ def test_any_graph_gets_what_it_has_saved(
 ) -> None:
     """Tensors are needed in any order, once or twice or never, and graphs go while copies are under way."""
     generator = random.Random(seed)
-    config = OffloadConfig(
-        schedule="all", min_bytes=1, directories=(str(tmp_path_factory.getbasetemp()),), target=target,
-        dram_bytes=8 * BUFFER_NBYTES, staging_bytes=blocks * BUFFER_NBYTES, prefetch_bytes=ahead * BUFFER_NBYTES,
-    )  # fmt: skip
+    config = offload_config(tmp_path_factory.getbasetemp(), target, blocks=blocks, ahead=ahead)
     with modelled(order, seed) as model, model.queuing(), nothing_else_keeps_memory(), used_memory(model):
         offload = ActivationOffload(config)
         for number in range(passes):
@@ -166,7 +163,8 @@ def test_what_was_read_ahead_for_nothing_is_not_freed_before_it_has_arrived(make
             assert model.copied_nbytes == copied, "nothing has waited"
 
 
-def test_settling_waits_for_what_comes_back(make: Any) -> None:
+@pytest.mark.parametrize("end", ["settle", "settle when nothing is needed", "close"])
+def test_what_ends_or_settles_waits_for_what_comes_back(make: Any, end: str) -> None:
     with modelled() as model, nothing_else_keeps_memory(), model.queuing():
         offload = make(target="dram", dram_bytes=1 << 30)
         hooks = StepHooks(offload._engine)
@@ -175,21 +173,23 @@ def test_settling_waits_for_what_comes_back(make: Any) -> None:
         copied = model.copied_nbytes
         found = hooks.unpack(packed[2])
         assert model.copied_nbytes == copied
-        offload.settle()
-        assert model.copied_nbytes == copied + 3 * found.nbytes
+        if end == "settle when nothing is needed":
+            del found
+            packed.clear()
+        offload.close() if end == "close" else offload.settle()
+        assert model.copied_nbytes == 2 * copied
 
 
-def test_settling_waits_for_what_is_not_needed_any_more(make: Any) -> None:
-    with modelled() as model, nothing_else_keeps_memory(), model.queuing():
+def test_staging_memory_grows_by_more_than_a_tensor(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, map_buffers = list[int](), buffers.map_buffers
+    monkeypatch.setattr(buffers, "map_buffers", lambda count: sizes.append(count) or map_buffers(count))
+    with modelled():
         offload = make(target="dram", dram_bytes=1 << 30)
         hooks = StepHooks(offload._engine)
-        packed = [hooks.pack(torch.full((BUFFER_NBYTES,), float(value))) for value in range(3)]
-        offload.settle()
-        copied = model.copied_nbytes
-        hooks.unpack(packed[2])
-        packed.clear()
-        offload.settle()
-        assert model.copied_nbytes == 2 * copied
+        packed = [hooks.pack(torch.ones(BUFFER_NBYTES // 4)) for _ in range(20)]
+        assert offload.memory_usage()["in_dram"] == len(packed) * BUFFER_NBYTES
+        offload.close()
+    assert sizes == [16, 16]
 
 
 def test_a_device_that_has_no_room_for_what_comes_back_says_so(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

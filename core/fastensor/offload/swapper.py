@@ -680,6 +680,7 @@ class Swapper:
         self._note_peaks()
 
     def _queue_read(self, saved: SavedBytes, *, urgent: bool) -> None:
+        """Get memory for a range, and have the range copied or read into it. Raises as :meth:`_begin_read`."""
         if saved.blocks:
             started = time.perf_counter()
             target, _ = moving.new_memory(saved, self._host)

@@ -57,8 +57,7 @@ class DeviceCopies:
         sizes: list[int] = []
         mapped(lambda tensor: sizes.append(_aligned_nbytes(tensor)), batch)
         if sum(sizes) > len(self._pinned[self._turn]):
-            with torch.inference_mode(False):  # it is kept for batches in other modes
-                self._pinned[self._turn] = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._pinned[self._turn] = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def mapped(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:

@@ -126,7 +126,8 @@ class _Layout:
         """The blanks of storages in the directory, counted from the directory's start; after :meth:`end` from that of
         the last segment."""
         self._small: list[tuple[int, int]] = []
-        """Of each small record its segment, and its blank in the directory."""
+        """For each small record the number of the segment that holds it, and the offset of the blank for its CRC32 in
+        the directory; after :meth:`end` in the last segment."""
 
     def add(self, name: str, nbytes: int, storage: int | None = None) -> None:
         """Add a record.
