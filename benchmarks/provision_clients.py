@@ -1,5 +1,5 @@
-"""What a client costs a data service: processor time of its one server thread, and memory, for 1 to 32 clients. Those
-of the machine itself get batches in shared memory; the others over TCP, through the server.
+"""What a client costs a data service: processor time of its one server thread, and memory, for 1 to 32 clients, which
+get batches in shared memory.
 
 The clients are loaders of one process, which take batches in turn and compute nothing, so the service is always busy.
 Samples are small and in the cache, so that as much time as possible is the server's. All processes share the
@@ -47,8 +47,6 @@ class Blocks:
 class Measured:
     """What so many clients have cost."""
 
-    over: str
-    """How batches come: shared memory, or TCP."""
     clients: int
     batches: int
     """How many batches all clients together have taken."""
@@ -78,7 +76,7 @@ def forever(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
-def measure(service: DataService, over: str, clients: int, seconds: float) -> Measured:
+def measure(service: DataService, clients: int, seconds: float) -> Measured:
     """Take batches for so many seconds."""
     loaders = [service.loader(BATCH, ranks=(rank, clients)) for rank in range(clients)]
     iterators = [forever(loader) for loader in loaders]
@@ -96,7 +94,7 @@ def measure(service: DataService, over: str, clients: int, seconds: float) -> Me
     spent = cpu_seconds(server) - before[0], cpu_seconds(worker) - before[1]
     buffered = sum(one["buffered_nbytes"] for one in service.status()["loaders"])
     descriptors = len(os.listdir(f"/proc/{server}/fd"))
-    found = Measured(over, clients, batches, took, *spent, private_nbytes(server), buffered, descriptors)
+    found = Measured(clients, batches, took, *spent, private_nbytes(server), buffered, descriptors)
     for loader in loaders:
         loader.close()
     return found
@@ -107,26 +105,24 @@ def report(machine: dict[str, str], found: list[Measured], nbytes: int) -> str:
     lines = ["# What a client of a data service costs", "", *(f"- {what}: {text}" for what, text in machine.items())]
     lines.append(f"- batches: {BATCH} samples of {nbytes} bytes, from the cache; one worker; clients compute nothing")
     lines += [
-        "", "| batches over | clients | batches/s | server, µs of CPU a batch | worker, µs of CPU a batch "
-        "| server, MB of its own | buffered batches, MB | descriptors |", "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "", "| clients | batches/s | server, µs of CPU a batch | worker, µs of CPU a batch "
+        "| server, MB of its own | buffered batches, MB | descriptors |", "|---:|---:|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
     for one in found:
         lines.append(
-            f"| {one.over} | {one.clients} | {one.batches / one.seconds:.0f} "
+            f"| {one.clients} | {one.batches / one.seconds:.0f} "
             f"| {one.server_cpu_seconds / one.batches * 1e6:.0f} "
             f"| {one.worker_cpu_seconds / one.batches * 1e6:.0f} | {one.server_private_nbytes / 1e6:.1f} "
             f"| {one.buffered_nbytes / 1e6:.1f} | {one.descriptors} |"
         )
-    for over in dict.fromkeys(one.over for one in found):
-        group = [one for one in found if one.over == over]
-        clients = [one.clients for one in group]
-        per_batch = np.polyfit(clients, [one.server_cpu_seconds / one.batches * 1e6 for one in group], 1)
-        private = np.polyfit(clients, [one.server_private_nbytes / 1e3 for one in group], 1)
-        lines += [
-            "",
-            f"Fitted, {over}: {per_batch[1]:.0f} µs of the server for each batch, and {per_batch[0]:.2f} µs more for "
-            f"each client that is connected; {private[0]:.0f} KB of its memory for each client.",
-        ]
+    clients = [one.clients for one in found]
+    per_batch = np.polyfit(clients, [one.server_cpu_seconds / one.batches * 1e6 for one in found], 1)
+    private = np.polyfit(clients, [one.server_private_nbytes / 1e3 for one in found], 1)
+    lines += [
+        "",
+        f"Fitted: {per_batch[1]:.0f} µs of the server for each batch, and {per_batch[0]:.2f} µs more for each client "
+        f"that is connected; {private[0]:.0f} KB of its memory for each client.",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -141,18 +137,11 @@ def main() -> None:
     machine = describe_machine(Path("."), "cpu")
     nbytes = options.sample_bytes
     room = SAMPLES * (nbytes + 1024) * 9 // 8
-    with (
-        DataService.start(Blocks(nbytes), cache_bytes=room, workers=1, listen="127.0.0.1:0", progress=False) as service,
-        DataService.connect(service.address) as remote,
-    ):
+    with DataService.start(Blocks(nbytes), cache_bytes=room, workers=1, progress=False) as service:
         service.preload()
         while service.status()["cached_samples"] < SAMPLES:
             time.sleep(0.05)
-        found = [
-            measure(user, over, clients, options.seconds)
-            for user, over in ((service, "shared memory"), (remote, "TCP"))
-            for clients in options.clients
-        ]
+        found = [measure(service, clients, options.seconds) for clients in options.clients]
     text = report(machine, found, nbytes)
     options.output.with_suffix(".md").write_text(text)
     document = {"machine": machine, "measured": [asdict(one) for one in found]}

@@ -1,4 +1,4 @@
-"""The data service gives batches to other machines: the same ones when a cable was cut, and an error if it stays so."""
+"""The data service on Ray gives batches to several machines, also when one of them is lost."""
 
 from __future__ import annotations
 
@@ -15,66 +15,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from hosts.machines import PATIENCE_SECONDS, Machines, after, meet
+from hosts.machines import PATIENCE_SECONDS, Machines, meet
 from provision.datasets import Numbers
 
-from fastensor.data import EpochPlan
-from fastensor.provision import DataService, ProvisionError, loader
-from fastensor.provision.embedded import client
+from fastensor.provision import DataService
 
 N = 200
-TOKEN = "a secret of the tests"
-
-
-def test_tcp(machines: Machines, tmp_path: Path) -> None:
-    machines.run([0, 1], _serve_or_train, machines, tmp_path)
-
-
-def _serve_or_train(rank: int, machines: Machines, folder: Path) -> None:
-    address = f"{machines.address(0)}:12345"
-    if rank:
-        meet(folder, "served", rank, 2)
-        with pytest.MonkeyPatch.context() as patches:
-            _train(machines, f"tcp://{address}", patches)
-        meet(folder, "trained", rank, 2)
-        return
-    with DataService.start(Numbers(N, folder), cache_bytes=1 << 20, workers=1, listen=address, token=TOKEN):
-        meet(folder, "served", rank, 2)
-        meet(folder, "trained", rank, 2)
-
-
-def _train(machines: Machines, address: str, patches: pytest.MonkeyPatch) -> None:
-    patches.setattr(loader, "_CHECK_SECONDS", 0.1)
-    patches.setattr(client, "_HEALTH_SECONDS", 0.5)
-    patches.setattr(client, "_ANSWER_SECONDS", 1.0)
-    plan = EpochPlan(N, seed=1)
-    with (
-        DataService.connect(address, token=TOKEN, timeout=PATIENCE_SECONDS) as service,
-        pytest.MonkeyPatch.context() as lost,
-    ):
-        lost.setattr(
-            client.EmbeddedEngine, "recover", after(lambda: machines.join(1), client.EmbeddedEngine.recover)
-        )  # when the cable is found to be cut
-        batches = service.loader(4, seed=1, ranks=(0, 1), buffer_bytes=10_000)
-        found = []
-        for number, batch in enumerate(batches):
-            found += batch["id"].tolist()
-            if number == 2:
-                machines.cut(1)
-        assert found == plan.order(0).tolist()
-    with DataService.connect(address, token=TOKEN, timeout=1.0) as service:
-        batches = iter(service.loader(4, seed=1, ranks=(0, 1), buffer_bytes=10_000))
-        found = next(batches)["id"].tolist()
-        machines.cut(1)
-        started = time.monotonic()
-        with pytest.raises(ProvisionError):
-            found.extend(number for batch in batches for number in batch["id"].tolist())
-        assert time.monotonic() - started < PATIENCE_SECONDS
-        assert found == plan.order(0).tolist()[: len(found)]
-        machines.join(1)
-
-
-# --- Ray
 
 
 @contextmanager

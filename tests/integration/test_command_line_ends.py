@@ -127,10 +127,13 @@ def test_json_of_several_files_has_those_that_cannot_be_read(capsys: Any, saved:
     [
         (["provision", "up", "os:getcwd", "--workers", "0"], "--workers is at least 1, found 0"),
         (["provision", "up", "os:getcwd", "--workers", "0", "--detach"], "--workers is at least 1, found 0"),
-        (["provision", "up", "os:getcwd", "--listen", "x"], "expected host:port, found 'x'"),
+        (["provision", "up", "os:getcwd", "--listen", "x:1"], "--listen is gone: fastensor provision up --engine ray"),
         (["provision", "up", "os:getcwd", "--address", "x:1"], "only --engine ray has the address of a cluster"),
         (["provision", "up", "no.such:name"], "found 'no.such:name'"),
-        (["provision", "status", "x"], "expected host:port, found 'x'"),
+        (
+            ["provision", "status", "x"],
+            "local:NAME or ray:CLUSTER/NAME, found 'x'",
+        ),
         (["convert", "x", "y", "--backend", "direkt"], "did you mean 'direct'?"),
     ],
 )

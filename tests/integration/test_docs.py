@@ -36,7 +36,7 @@ DOCUMENTS = [
 PRINTED = {
     "docs/offload.md": r".*a day of training.*",
     "docs/data.md": r"1000 torch\.Size\(\[8, 8\]\) tensor\(7\.\)\n0\.40\n",
-    "docs/provision.md": r"2000 True\n10 True\nTrue\nTrue 1000\n",
+    "docs/provision.md": r"2000 True\nTrue\n",
 }
 """What the Python of a document prints."""
 PUBLIC = {
@@ -115,7 +115,7 @@ def test_each_block_of_the_readme_runs_alone(tmp_path: Path, number: int) -> Non
 def test_enough_python_is_found() -> None:
     assert len(blocks_of("README.md", "python")) == 3
     assert len(DOCUMENTS_WITH_PYTHON) >= 14
-    for document, least in {"docs/offload.md": 2, "docs/data.md": 5, "docs/provision.md": 3}.items():
+    for document, least in {"docs/offload.md": 2, "docs/data.md": 5, "docs/provision.md": 2}.items():
         assert len(blocks_of(document, "python")) >= least
     commands = [command for document in DOCUMENTS_WITH_PYTHON for command in commands_of(document)]
     assert len([command for command in commands if command.words[0] == "fastensor" and command.output]) >= 8
@@ -638,8 +638,6 @@ def test_the_benchmark_measures_every_contender(tmp_path: Path) -> None:
 def test_the_benchmark_of_clients_of_a_service_measures_each_number(tmp_path: Path) -> None:
     benchmark = str(ROOT / "benchmarks" / "provision_clients.py")
     out = run(benchmark, "--clients", "1", "3", "--seconds", "0.5", "--output", str(tmp_path / "out"), cwd=tmp_path)
-    assert re.findall(r"^\| (shared memory|TCP) \| (\d) \| \d+ \|", out, re.MULTILINE) == [
-        (over, clients) for over in ("shared memory", "TCP") for clients in "13"
-    ]
-    assert out.count("Fitted, ") == 2
+    assert re.findall(r"^\| (\d) \| \d+ \|", out, re.MULTILINE) == ["1", "3"]
+    assert out.count("Fitted: ") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.md"]

@@ -41,7 +41,7 @@ class TestEmbedded(ProvisionTests):
             after_cache: Callable[[Any], Any] | None = None,
         ) -> Engine:
             facts = Facts(len(source), source.fingerprint(), cache_nbytes, workers=2)
-            spec_fd = packed(facts, None, Contents(source, before_cache, after_cache))
+            spec_fd = packed(facts, Contents(source, before_cache, after_cache))
             engines.append(EmbeddedEngine(f"local:conformance-{os.getpid()}-{next(NUMBERS)}", spec_fd=spec_fd))
             return engines[-1]
 

@@ -1,14 +1,12 @@
-"""Statistics add up, and are written so that Prometheus, and people, read the same."""
+"""Statistics add up, and people read them."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastensor.provision.metrics import BOUNDS, Cached, Family, Served, Waits, exposition, table
+from fastensor.provision.metrics import BOUNDS, Served, Waits, table
 
 WAITS = st.lists(st.floats(0, 1000), max_size=50)
 
@@ -47,58 +45,6 @@ def test_served_adds_up() -> None:
     assert both.waiting == 0.5
     assert (both.batches, both.samples, both.nbytes, both.read_nbytes) == (2, 20, 100, 50)
     assert (Served().hit_rate, Served().waiting) == (0, 0)
-
-
-LINE = re.compile(
-    r'(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(\{(?P<labels>([a-z]+="([^"\\\n]|\\[\\"n])*",?)*)\})? (?P<value>\S+)'
-)
-
-
-def parsed(text: str) -> dict[tuple[str, str], float]:
-    """As Prometheus reads it: each name has one type, which comes before its values."""
-    assert text.endswith("\n")
-    kinds: dict[str, str] = {}
-    values: dict[tuple[str, str], float] = {}
-    for line in text.splitlines():
-        if line.startswith("# TYPE "):
-            _, _, name, kind = line.split()
-            assert name not in kinds
-            kinds[name] = kind
-        elif not line.startswith("# HELP "):
-            found = LINE.fullmatch(line)
-            assert found, line
-            base = re.sub("_(bucket|sum|count)$", "", found["name"])
-            assert found["name"] in kinds or kinds[base] == "histogram"
-            assert (found["name"].endswith("_total")) == (kinds.get(found["name"]) == "counter")
-            key = found["name"], found["labels"] or ""
-            assert key not in values
-            values[key] = float(found["value"])
-    return values
-
-
-def test_prometheus_reads_it() -> None:
-    served = Served(
-        batches=3, samples=12, nbytes=1 << 20, hits=6, read_nbytes=1 << 19, waits=waits_of([0.001, 20, 500])
-    )
-    found = parsed(exposition({"rank 0": served, 'a"\\\n': Served()}, Cached(5, 100, 200, 1)))
-    assert found["fastensor_provision_batches_total", 'client="rank 0"'] == 3
-    assert found["fastensor_provision_bytes_total", 'client="rank 0"'] == 1 << 20
-    assert found["fastensor_provision_read_bytes_total", 'client="rank 0"'] == 1 << 19
-    assert found["fastensor_provision_batches_total", r'client="a\"\\\n"'] == 0
-    assert found["fastensor_provision_cache_used_bytes", ""] == 100
-    assert found["fastensor_provision_cache_evictions_total", ""] == 1
-    assert found["fastensor_provision_wait_seconds_sum", 'client="rank 0"'] == 520.001
-    buckets = [value for (name, labels), value in found.items() if name.endswith("_bucket") and "rank 0" in labels]
-    assert buckets == sorted(buckets)
-    assert (buckets[0], buckets[-2], buckets[-1]) == (0, 2, 3)
-
-
-def test_help_is_escaped() -> None:
-    assert Family("x", "gauge", "a\\b\nc", [("", {}, 1.0)]).lines() == [
-        "# HELP x a\\\\b\\nc",
-        "# TYPE x gauge",
-        "x 1.0",
-    ]
 
 
 def test_the_table_is_aligned() -> None:

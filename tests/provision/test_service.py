@@ -6,20 +6,14 @@ import gc
 import io
 import multiprocessing
 import os
-import re
 import resource
-import select
-import signal
-import socket
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -44,14 +38,9 @@ from fastensor.data import EpochPlan, processes
 from fastensor.data.connection import ConnectionLost
 from fastensor.errors import UnsupportedSampleError
 from fastensor.provision import BatchError, DataService, ProvisionError
-from fastensor.provision.embedded import wire
 from fastensor.provision.embedded.protocol import Say
-from fastensor.provision.embedded.spec import packed
-from fastensor.provision.engine import Facts
 from fastensor.provision.filling import show
 from fastensor.provision.loader import ProvisionedLoader
-from fastensor.provision.making import Contents
-from fastensor.provision.metrics import CONTENT_TYPE
 from fastensor.provision.service import NAME_VARIABLE
 from fastensor.provision.transfer import DeviceCopies
 
@@ -81,7 +70,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataService]:
     with (
         pytest.MonkeyPatch.context() as monkeypatch,
         warm_starts(monkeypatch),
-        DataService.start(source, cache_bytes=1 << 20, workers=2, metrics_port=0) as service,
+        DataService.start(source, cache_bytes=1 << 20, workers=2) as service,
     ):
         yield service
 
@@ -317,7 +306,7 @@ def test_broken_samples_are_left_out(start: Start, folder: Path, caplog: pytest.
     order = EpochPlan(N, seed=1).order(0).tolist()
     read, before, after = order[3], order[20], order[21]
     (folder / f"fail-{read}").touch()
-    service = start(before_cache=Refuses("before", before), after_cache=Refuses("after", after), metrics_port=0)
+    service = start(before_cache=Refuses("before", before), after_cache=Refuses("after", after))
     loader = service.loader(8, seed=1, on_error="skip")
     sizes = []
     found = []
@@ -659,40 +648,6 @@ def test_a_loader_that_is_dropped_is_not_served_any_more(shared: DataService) ->
         gc.enable()
 
 
-def scraped(address: str, method: str = "GET") -> tuple[int, str, str]:
-    """Status, type and text of an answer over HTTP."""
-    where = urlsplit(address)
-    with closing(HTTPConnection(where.netloc, timeout=20)) as connection:
-        connection.request(method, where.path)
-        answer = connection.getresponse()
-        return answer.status, answer.headers["Content-Type"], answer.read().decode()
-
-
-def test_metrics_are_served_on_loopback(start: Start) -> None:
-    service = start(metrics_port=0)
-    loaders = [service.loader(8, ranks=(rank, 2)) for rank in range(2)]
-    assert sorted(number for pair in zip(*loaders, strict=True) for number in ids(pair)) == list(range(N))
-    address = service.status()["metrics"]
-    assert address.startswith("http://127.0.0.1:")
-    status, kind, text = scraped(address)
-    assert (status, kind) == (200, CONTENT_TYPE)
-    assert "fastensor_provision_cache_samples 60\n" in text
-    for loader in service.status()["loaders"]:
-        assert f'samples_total{{client="rank {loader["ranks"][0]}, loader ' in text
-    waits = re.findall(r"wait_seconds_count.* (\d+)", text)
-    assert list(map(int, waits)) == [len(loader) for loader in loaders]
-    assert [scraped(address, "POST")[0], scraped(f"{address}x")[0]] == [405, 404]
-    assert "metrics" not in start(name="other").status()
-
-
-def test_metrics_stay_where_they_are_when_the_server_is_started_again(start: Start) -> None:
-    service = start(metrics_port=0, workers=1)
-    before = service.status()
-    os.kill(before["pid"], signal.SIGKILL)
-    assert service.status()["metrics"] == before["metrics"]
-    assert service.status()["pid"] != before["pid"]
-
-
 def test_a_descriptor_that_nobody_wants_is_closed(shared: DataService) -> None:
     def files() -> int:
         return len(os.listdir(f"/proc/{shared.status()['pid']}/fd"))
@@ -712,7 +667,7 @@ def test_a_descriptor_that_nobody_wants_is_closed(shared: DataService) -> None:
 
 
 def test_who_connects_when_no_descriptor_is_free_waits(start: Start) -> None:
-    service = start(workers=1, listen="localhost:0", token="t")
+    service = start(workers=1)
     loader = service.loader(8)
     assert len(ids(loader)) == N
     wait_until(lambda: service.status()["loaders"][0]["ahead"] == 8)
@@ -721,18 +676,14 @@ def test_who_connects_when_no_descriptor_is_free_waits(start: Start) -> None:
     most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     numbers = max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 1
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (numbers, most[1]))
-    host, _, port = service.address.removeprefix("tcp://").rpartition(":")
-    waiting = [socket.create_connection((host.strip("[]"), int(port)), 20) for _ in range(numbers + 1)]
+    waiting = [processes.reach(service.address.removeprefix("local:")) for _ in range(numbers + 1)]
     spent = seconds_of(pid)
-    assert not select.select([waiting[-1]], [], [], 0.5)[0]
+    assert not waiting[-1].wait(0.5)
     assert seconds_of(pid) - spent < 0.25
     waiting.pop(0).close()
-    local = [processes.reach(service._engine._name) for _ in range(4)]  # there is no descriptor to send what is served
-    with suppress(ConnectionLost):
-        local[-1].wait(0.2)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, most)
-    assert waiting[-1].recv(1)
-    for one in (*waiting, *local):
+    assert waiting[-1].wait(20)
+    for one in waiting:
         one.close()
     assert len(ids(loader)) == N
     assert service.status()["pid"] == pid
@@ -742,46 +693,6 @@ def seconds_of(pid: int) -> float:
     """What a process has taken of the processors."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-
-
-def test_whoever_asks_for_metrics_holds_nothing_up(shared: DataService) -> None:
-    """Those that send nothing, too much, or nonsense; and those that read nothing."""
-    service = shared
-    where = urlsplit(service.status()["metrics"])
-    silent = [socket.create_connection((where.hostname, where.port), 20) for _ in range(40)]
-    for number, one in enumerate(silent):
-        with suppress(OSError):  # it was dropped
-            one.sendall([b"", b"GET /metrics HTTP/1.1\r\n\r\n", b"\xff" * 100_000, b"\r\n\r\n"][number % 4])
-    assert sorted(ids(service.loader(8))) == list(range(N))
-    assert scraped(service.status()["metrics"])[0] == 200
-    for one in silent:
-        one.close()
-
-
-def test_a_port_for_metrics_that_is_taken_is_an_error(start: Start) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ProvisionError, match=f"cannot listen on 127.0.0.1:{port}"):
-            start(metrics_port=port)
-    with pytest.raises(ProvisionError, match="expected host:port"):
-        start(metrics_port=1 << 16)
-
-
-def test_a_service_that_is_refused_listens_nowhere(warm_services: list[Program]) -> None:
-    name = f"refused-{os.getpid()}"
-    assert processes.start(name, "fastensor.provision.embedded.server")
-    with closing(processes.reach(name)) as client, socket.create_server(("127.0.0.1", 0)) as taken:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            listen, metrics = wire.address_of(free), wire.address_of(taken)
-        spec = packed(Facts(0, "none", 0, 1, listen=listen, metrics=metrics), None, Contents([], None, None))
-        client.send(Say.SPEC, b"\n", fd=spec)
-        os.close(spec)
-        kinds = []
-        while Say.REFUSED not in kinds:
-            client.wait(20)
-            kinds += [message.kind for message in iter(client.receive, None)]
-        assert kinds == [Say.HELLO, Say.REFUSED]
-        wire.listening(listen, None).close()
 
 
 def test_statistics_are_a_table(shared: DataService) -> None:
@@ -800,7 +711,7 @@ def test_statistics_are_a_table(shared: DataService) -> None:
 
 def test_a_bar_shows_how_the_cache_fills(start: Start) -> None:
     service = start()
-    observer = DataService.connect(service._engine._address)._engine
+    observer = DataService.connect(service.address)._engine
     console = Console(file=io.StringIO(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
     service.preload()
     show(observer, console, lambda: False)
@@ -815,7 +726,7 @@ def test_a_bar_ends_without_samples_and_with_some_that_cannot_be_read(start: Sta
     service = start(Numbers(samples, folder), workers=1)
     service.preload()
     console = Console(file=io.StringIO(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
-    with closing(DataService.connect(service._engine._address)._engine) as observer:
+    with closing(DataService.connect(service.address)._engine) as observer:
         looks = iter(range(100))
         show(observer, console, lambda: next(looks) == 99)
     assert next(looks) < 99
@@ -876,7 +787,12 @@ def test_a_bar_is_shown_if_it_is_wanted(
     assert len(shown) == progress
 
 
-def test_ray_has_sockets_and_metrics_of_its_own(tmp_path: Path) -> None:
-    for option in ({"listen": "0.0.0.0:1"}, {"token": "secret"}, {"metrics_port": 0}):
-        with pytest.raises(ValueError, match="the sockets, the token and the metrics of its cluster"):
-            DataService.start(Numbers(8, tmp_path), engine="ray", cache_bytes=0, **option)  # type: ignore[arg-type]
+@pytest.mark.parametrize("option", ["listen", "token", "metrics_port"])
+def test_an_option_that_is_gone_says_what_to_use(tmp_path: Path, option: str) -> None:
+    with pytest.raises(TypeError, match=f"'{option}': .*engine='ray'"):
+        DataService.start(Numbers(8, tmp_path), cache_bytes=0, **{option: "x"})  # type: ignore[arg-type]
+
+
+def test_an_address_of_another_machine_says_what_to_use() -> None:
+    with pytest.raises(ProvisionError, match=r"local:NAME or .*, found 'tcp://.*engine='ray'"):
+        DataService.connect("tcp://10.0.0.1:29501")

@@ -30,10 +30,8 @@ from fastensor.data.connection import NO_ROOM, Connection, ConnectionLost
 from fastensor.errors import FastensorError, ProvisionError
 from fastensor.files.words import counted, human_seconds, human_size
 from fastensor.provision import DataService
-from fastensor.provision.embedded import wire
-from fastensor.provision.embedded.client import LOCAL, TCP
+from fastensor.provision.embedded.client import LOCAL, checked_address
 
-_TOKEN_VARIABLE = "FASTENSOR_TOKEN"
 _PATIENCE_SECONDS = 10
 _LEAVE_SECONDS = 60
 """Leaving a service on Ray takes seconds."""
@@ -61,7 +59,6 @@ class Wanted:
     name: str
     engine: Literal["embedded", "ray"]
     address: str
-    listen: str
 
 
 def _say(address: str) -> None:
@@ -75,8 +72,6 @@ def up(wanted: Wanted, started: Callable[[str], None] = _say) -> int:
         started: is given the address, when the service can be used, looked at and ended.
     """
     sys.path.insert(0, os.getcwd())  # as python -m does
-    if wanted.listen:
-        _checked(wanted.listen)
     connected: list[Connection] = []
     with (
         ExitStack() as left,
@@ -91,8 +86,6 @@ def up(wanted: Wanted, started: Callable[[str], None] = _say) -> int:
             seed=wanted.seed,
             fingerprint=wanted.fingerprint,
             name=wanted.name,
-            listen=wanted.listen,
-            token=_token(),
         ) as service,
     ):
         left.callback(_hang_up, connected)  # after the service was left: each `down` waits for that
@@ -145,9 +138,7 @@ def keep_detached() -> None:
 
 def status(address: str | None, *, json: bool) -> int:
     """Show what a service does."""
-    with DataService.connect(
-        _checked(address or _only_address()), token=_token(), timeout=_PATIENCE_SECONDS
-    ) as service:
+    with DataService.connect(_checked(address or _only_address()), timeout=_PATIENCE_SECONDS) as service:
         found = {"address": service.address, "samples": len(service), **service.status()}
     if json:
         print_json(found)
@@ -190,17 +181,10 @@ def _has_gone(address: str) -> bool:
 
 def _is_there(address: str) -> bool:
     try:
-        if address.startswith(LOCAL):
-            processes.reach(address.removeprefix(LOCAL)).close()
-        else:
-            socket.create_connection(wire.parsed_address(address.removeprefix(TCP)), _PATIENCE_SECONDS).close()
+        processes.reach(address.removeprefix(LOCAL)).close()
     except OSError:
         return False
     return True
-
-
-def _token() -> str | None:
-    return os.environ.get(_TOKEN_VARIABLE)
 
 
 def _source_of(text: str) -> Any:
@@ -317,12 +301,10 @@ def _checked(address: str) -> str:
     Raises:
         ValueError: it is no address of a service.
     """
-    if not address.startswith((LOCAL, "ray:")):
-        try:
-            wire.parsed_address(address.removeprefix(TCP))
-        except ProvisionError as error:
-            raise ValueError(str(error)) from error
-    return address
+    try:
+        return checked_address(address)
+    except ProvisionError as error:
+        raise ValueError(str(error)) from error
 
 
 def _only_address() -> str:

@@ -39,10 +39,6 @@ class Facts:
     """Processes that read and prepare samples."""
     seed: int = 0
     """Of what happens before the cache."""
-    listen: str = ""
-    """The host and port that the service listens on; empty if it is only reached from its own machine."""
-    metrics: str = ""
-    """The host and port that serve metrics over HTTP; empty if none do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,19 @@
-"""Statistics of a data service: recorded, in the text form of Prometheus, and as a table for people. All is pure.
-
-The text form is version 0.0.4 of https://prometheus.io/docs/instrumenting/exposition_formats/.
-"""
+"""Statistics of a data service: recorded, named for Prometheus, and as a table for people. All is pure."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Self
 
 from fastensor.files.shown import record_repr
 from fastensor.files.words import human_seconds, human_size
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""What an HTTP server says about the text."""
-
 _BOUNDS_PER_DECADE = 16
 BOUNDS: tuple[float, ...] = tuple(10 ** (step / _BOUNDS_PER_DECADE - 6) for step in range(8 * _BOUNDS_PER_DECADE + 1))
 """Upper bounds of the waits that are counted together, in seconds, from 1 µs to 100 s. Each is 15 % above the last."""
-_EXPOSED = 4
-"""Prometheus is shown every fourth bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,54 +167,6 @@ class Cached:
     evictions: int
 
 
-Kind = Literal["counter", "gauge", "histogram"]
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A metric of Prometheus, with its values."""
-
-    name: str
-    kind: Kind
-    help: str
-    values: Sequence[tuple[str, Mapping[str, str], float]]
-    """What is added to the name, labels, and value."""
-
-    def lines(self) -> list[str]:
-        """The lines of the text form."""
-        help_text = self.help.replace("\\", r"\\").replace("\n", r"\n")
-        values = [f"{self.name}{suffix}{_labels(labels)} {_number(value)}" for suffix, labels, value in self.values]
-        return [f"# HELP {self.name} {help_text}", f"# TYPE {self.name} {self.kind}", *values]
-
-
-def exposition(clients: Mapping[str, Served], cached: Cached) -> str:
-    """The statistics of a service in the text form of Prometheus.
-
-    Args:
-        clients: what each client was given since it began, by its name.
-        cached: the cache of the service.
-
-    >>> print(exposition({"rank0": Served(batches=3)}, Cached(5, 100, 200, 1)).splitlines()[2])
-    fastensor_provision_batches_total{client="rank0"} 3
-    """
-    families = [
-        Family(
-            f"{exposed_name(name)}_total",
-            "counter",
-            help_text,
-            [("", {"client": client}, getattr(served, name)) for client, served in clients.items()],
-        )
-        for name, help_text in COUNTERS.items()
-    ]
-    waits = [value for client, served in clients.items() for value in _histogram(client, served.waits)]
-    families.append(Family(f"{PREFIX}wait_seconds", "histogram", WAITS, waits))
-    for name, help_text in GAUGES.items():
-        families.append(Family(exposed_name(f"cache_{name}"), "gauge", help_text, [("", {}, getattr(cached, name))]))
-    name = f"{PREFIX}cache_evictions_total"
-    families.append(Family(name, "counter", EVICTIONS, [("", {}, cached.evictions)]))
-    return "\n".join(line for family in families for line in family.lines()) + "\n"
-
-
 def table(rows: Mapping[str, Served]) -> str:
     """A table for people, such as of the clients of a service at the end of an epoch.
 
@@ -251,23 +195,3 @@ def _cells(name: str, served: Served) -> tuple[str, ...]:
         human_seconds(served.waits.quantile(0.99)),
         f"{100 * served.waiting:.0f} %",
     )
-
-
-def _histogram(client: str, waits: Waits) -> Iterable[tuple[str, Mapping[str, str], float]]:
-    for number in range(0, len(BOUNDS), _EXPOSED):
-        yield "_bucket", {"client": client, "le": f"{BOUNDS[number]:.3g}"}, sum(waits.counts[: number + 1])
-    yield "_bucket", {"client": client, "le": "+Inf"}, waits.count
-    yield "_sum", {"client": client}, waits.seconds
-    yield "_count", {"client": client}, waits.count
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    escaped = (
-        (name, value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")) for name, value in labels.items()
-    )
-    text = ",".join(f'{name}="{value}"' for name, value in escaped)
-    return f"{{{text}}}" if text else ""
-
-
-def _number(value: float) -> str:
-    return str(value) if isinstance(value, int) else repr(float(value))

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType, TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -19,8 +19,7 @@ from fastensor.errors import ProvisionError
 from fastensor.files.arguments import as_nbytes, check_whole, checks_keywords
 from fastensor.files.shown import shown
 from fastensor.files.words import counted, human_size
-from fastensor.provision.embedded import wire
-from fastensor.provision.embedded.client import EmbeddedEngine
+from fastensor.provision.embedded.client import SEVERAL, EmbeddedEngine
 from fastensor.provision.embedded.spec import packed
 from fastensor.provision.engine import DEFAULT_AHEAD, DEFAULT_BUFFER_NBYTES, Engine, EngineLost, Facts, Registration
 from fastensor.provision.filling import show_in_thread
@@ -49,6 +48,12 @@ class DataService:
         engine: what moves the data.
     """
 
+    _gone: ClassVar = {
+        "listen": SEVERAL,
+        "token": SEVERAL,
+        "metrics_port": "status() has the counts, and Ray exports those of engine='ray'",
+    }
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._is_left = False
@@ -74,9 +79,6 @@ class DataService:
         seed: int = 0,
         fingerprint: str = "",
         name: str = "",
-        listen: str = "",
-        token: str | None = None,
-        metrics_port: int | None = None,
         progress: bool = True,
     ) -> Self:
         """Start a service, or join the one that another process of the job has started.
@@ -103,13 +105,6 @@ class DataService:
                 :func:`fastensor.provision.sources.fingerprint_of`.
             name: tells services of one job apart that have the same samples, such as one for training, which augments
                 them, and one for validation.
-            listen: ``"host:port"``, if processes of other machines are to connect to an embedded engine. They get
-                batches through the socket.
-            token: a secret that such processes have to know; needed unless the host is this machine itself. A cluster
-                of Ray has its own.
-            metrics_port: serve metrics for Prometheus over HTTP on this port of the loopback interface, at
-                ``/metrics``. 0 takes a port that is free. :meth:`status` says where. Not with Ray, which exports its
-                own.
             progress: whether the process that starts the service shows a progress bar while the cache fills, if its
                 error output is a terminal. Not with Ray.
 
@@ -120,11 +115,6 @@ class DataService:
         """
         if engine not in ("embedded", "ray"):
             raise ValueError(f"engine is 'embedded' or 'ray', found {engine!r}")
-        if engine == "ray" and (listen or token is not None or metrics_port is not None):
-            raise ValueError(
-                "engine='ray' uses the sockets, the token and the metrics of its cluster, found listen=, token= or "
-                "metrics_port="
-            )
         if engine == "embedded" and address:
             raise ValueError(f"only engine='ray' has the address of a cluster, found {address!r}")
         if engine == "embedded" and is_of_ray_data(source):
@@ -135,13 +125,8 @@ class DataService:
         workers = len(os.sched_getaffinity(0)) if workers is None else workers
         check_whole(workers, "workers", at_least=1)
         workers, seed = int(workers), operator.index(seed)
-        if listen:
-            wire.parsed_address(listen)
-        metrics = "" if metrics_port is None else f"127.0.0.1:{metrics_port}"
-        if metrics:
-            wire.parsed_address(metrics)
         found = as_source(source, fingerprint=fingerprint)
-        facts = Facts(len(found), found.fingerprint(), cache_bytes, workers, seed, listen, metrics)
+        facts = Facts(len(found), found.fingerprint(), cache_bytes, workers, seed)
         contents = Contents(found, before_cache, after_cache)
         job = os.environ.get(NAME_VARIABLE)
         of_job = processes.name_of_service("provision", job, facts.fingerprint, name)
@@ -150,7 +135,7 @@ class DataService:
             keeper = processes.name_of_service("ray", job)
             joined = _ray().joined(facts, contents, of_job, address=address, keeper=keeper)
         else:
-            joined = EmbeddedEngine(f"local:{of_job}", spec_fd=packed(facts, token, contents), token=token)
+            joined = EmbeddedEngine(f"local:{of_job}", spec_fd=packed(facts, contents))
         if (has := (joined.facts.seed, joined.facts.cache_nbytes)) != (seed, cache_bytes):
             joined.close()
             raise ProvisionError(
@@ -162,20 +147,19 @@ class DataService:
         return cls(joined)
 
     @classmethod
-    def connect(cls, address: str, *, token: str | None = None, timeout: float = 60) -> Self:
+    def connect(cls, address: str, *, timeout: float = 60) -> Self:
         """Use a service that another process has started.
 
         Args:
             address: its :attr:`address`.
-            token: that it needs.
             timeout: for how many seconds to wait for it, now and when it is lost.
 
         Raises:
-            ProvisionError: there is none, or it has another token.
+            ProvisionError: there is none, or this is no address of one.
         """
         if address.startswith("ray:"):
             return cls(_ray().found(address, seconds=timeout))
-        return cls(EmbeddedEngine(address, token=token, seconds=timeout))
+        return cls(EmbeddedEngine(address, seconds=timeout))
 
     @property
     def address(self) -> str:

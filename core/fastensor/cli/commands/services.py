@@ -53,19 +53,15 @@ def up(
     address: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="The cluster of Ray; default: RAY_ADDRESS, or one of this machine.")
     ] = "",
-    listen: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Let other machines connect to an embedded engine. FASTENSOR_TOKEN has the secret that they need.",
-        ),
-    ] = "",
+    listen: Annotated[str, typer.Option(hidden=True)] = "",
     detach: Annotated[bool, typer.Option("--detach", help="Return when the service has started.")] = False,
 ) -> int:
     """Start a data service, and keep it until Ctrl-C, or fastensor provision down.
 
     Prints the address that fastensor.provision.DataService.connect takes.
     """
+    if listen:
+        raise ValueError("--listen is gone: fastensor provision up --engine ray serves several machines")
     nbytes = size_in(cache, "--cache")
     from fastensor.cli import services
 
@@ -80,7 +76,6 @@ def up(
         name=name,
         engine=engine,
         address=address,
-        listen=listen,
     )
     return services.up_detached(wanted) if detach else services.up(wanted)
 

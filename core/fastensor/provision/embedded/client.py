@@ -5,9 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import secrets
 import signal
-import socket
 import subprocess
 import time
 import weakref
@@ -22,7 +20,6 @@ from fastensor.data.connection import Bytes, Connection, ConnectionLost, Message
 from fastensor.data.plan import EpochPlan
 from fastensor.data.ring import RingReader, Slot
 from fastensor.errors import ProvisionError
-from fastensor.provision.embedded import wire
 from fastensor.provision.embedded.protocol import (
     BATCH,
     CREDIT,
@@ -36,13 +33,11 @@ from fastensor.provision.embedded.protocol import (
     start_as_json,
     text_of,
 )
-from fastensor.provision.embedded.watching import watch
 from fastensor.provision.engine import Cost, EngineLost, Pushed, Registration, Start
-from fastensor.provision.feeding import NO_SLOT
 from fastensor.provision.pickling import pickling
 
 LOCAL = "local:"
-TCP = "tcp://"
+SEVERAL = "the embedded engine serves one machine: for several, start the service with engine='ray'"
 _ANSWER_SECONDS = 60
 """For how long the server may take to start, and to answer. It has to import torch."""
 _HEALTH_SECONDS = 30
@@ -53,10 +48,9 @@ class EmbeddedEngine:
     """See :class:`fastensor.provision.engine.Engine`.
 
     Args:
-        address: ``local:NAME``; or ``tcp://HOST:PORT``, where the service listens on that.
+        address: ``local:NAME``.
         spec_fd: what is to be served, if nothing is yet; see :mod:`fastensor.provision.embedded.spec`. It belongs to
             the engine. None: somebody else starts the service.
-        token: that the service needs.
         seconds: for how long to try, at the beginning and when the service was lost.
 
     Raises:
@@ -68,19 +62,14 @@ class EmbeddedEngine:
         address: str,
         *,
         spec_fd: int | None = None,
-        token: str | None = None,
         seconds: float = _ANSWER_SECONDS,
     ) -> None:
-        self._name = address.removeprefix(LOCAL) if address.startswith(LOCAL) else ""
-        self._address = address
+        self.address = address
+        self._name = checked_address(address).removeprefix(LOCAL)
         self._spec_fd: int | None = None
         if spec_fd is not None:
             self._keep(spec_fd)
-        self._token = token
         self._seconds = seconds
-        self._listened = "\n"
-        """Where the service has listened, for clients and for requests for metrics: where it is started again, it
-        listens there."""
         self.has_started = False
         """Whether this object has started the service."""
         self._lease: Connection | None = None
@@ -92,20 +81,13 @@ class EmbeddedEngine:
             self.close()
             raise
 
-    @property
-    def address(self) -> str:
-        """Where others reach the service: over TCP, if it listens, or else on this machine."""
-        return f"{TCP}{self.facts.listen}" if self.facts.listen else self._address
-
     def register(self, registration: Registration) -> EmbeddedFeed:
         function = registration.collate_fn
         with pickling("collate_fn", "Define it at the top of a module"):
             pickled = b"" if function is None else pickle.dumps(function)
-        if pickled and not self._name and not self._token:
-            raise ProvisionError("a service takes functions only over its machine's own sockets, or with a token")
         self._talking()  # or who has left would start it again
         head = {name: getattr(registration, name) for name in ("buffer_nbytes", "ahead", "on_error")}
-        return EmbeddedFeed(self._connected(), joined(head, pickled), pid=self._pid if self._name else None)
+        return EmbeddedFeed(self._connected(), joined(head, pickled), pid=self._pid)
 
     def preload(self, plan: EpochPlan, epoch: int) -> None:
         with _Conversation():
@@ -120,8 +102,6 @@ class EmbeddedEngine:
         before, self._lease, self._process = self._lease, self.joined(), os.getpid()
         if before is not None:
             before.close()  # not sooner, or what still runs might end
-        elif self._name and self.facts.listen:
-            watch(self)
 
     @property
     def is_left(self) -> bool:
@@ -133,7 +113,7 @@ class EmbeddedEngine:
         try:
             return processes.joined(self._connected, self._start, none_runs=EngineLost, seconds=self._seconds)
         except EngineLost as error:
-            raise ProvisionError(f"there is no data service at {self._address}: {error}") from error
+            raise ProvisionError(f"there is no data service at {self.address}: {error}") from error
 
     def close(self) -> None:
         if self._lease is not None:
@@ -142,7 +122,7 @@ class EmbeddedEngine:
 
     def _talking(self) -> Connection:
         if self._lease is None:
-            raise ProvisionError(f"the data service {self._address} was left: stop() was called")
+            raise ProvisionError(f"the data service {self.address} was left: stop() was called")
         if self._process != os.getpid():  # a forked child would take what the service answers its parent
             self.recover()
         assert self._lease is not None
@@ -150,7 +130,7 @@ class EmbeddedEngine:
 
     def _start(self) -> bool:
         """Start the service, if this process can. Returns whether it has."""
-        if not self._name or self._spec_fd is None:
+        if self._spec_fd is None:
             return False
         try:
             started = processes.start(self._name, "fastensor.provision.embedded.server")
@@ -166,11 +146,11 @@ class EmbeddedEngine:
             EngineLost: there is none.
         """
         with _Conversation():
-            connection = self._reached() if self._name else self._called()
+            connection = self._reached()
             try:
-                hello = self._greeted(connection)
+                hello = self._hello(_answer(connection, _ANSWER_SECONDS, Say.HELLO))
                 if self._spec_fd is not None and hello.facts is None:
-                    connection.send(Say.SPEC, self._listened.encode(), fd=self._spec_fd)
+                    connection.send(Say.SPEC, fd=self._spec_fd)
                     hello = self._hello(_answer(connection, _ANSWER_SECONDS, Say.HELLO))
                 if hello.facts is None:
                     raise EngineLost("it was not told yet what to serve")
@@ -178,7 +158,6 @@ class EmbeddedEngine:
                 connection.close()
                 raise
             self._pid, self.facts = hello.pid, hello.facts
-            self._listened = f"{self.facts.listen}\n{self.facts.metrics}"
             return connection
 
     def _reached(self) -> Connection:
@@ -186,29 +165,6 @@ class EmbeddedEngine:
             return processes.reach(self._name)
         except PermissionError as error:
             raise ProvisionError(f"the data service {error}") from error
-
-    def _called(self) -> Connection:
-        endpoint = socket.create_connection(wire.parsed_address(self._address.removeprefix(TCP)), _ANSWER_SECONDS)
-        wire.keep_alive(endpoint)
-        return Connection(endpoint)
-
-    def _greeted(self, connection: Connection) -> Hello:
-        message = _answer(connection, _ANSWER_SECONDS, Say.HELLO, Say.CHALLENGE)
-        if message.kind == Say.HELLO:
-            if self._token is not None and not self._name:
-                raise ProvisionError(f"the service at {self._address} has not asked for the token: it is not the one")
-            return self._hello(message)
-        if self._token is None:
-            raise ProvisionError(f"the service at {self._address} needs a token: give it token=")
-        nonces = bytes(message.body), secrets.token_bytes(wire.NONCE_NBYTES)
-        connection.send(Say.ANSWER, nonces[1], wire.proof(self._token, "client", *nonces))
-        try:
-            hello = self._hello(_answer(connection, _ANSWER_SECONDS, Say.HELLO))
-        except ConnectionLost as error:
-            raise ProvisionError(f"the service at {self._address} has another token") from error
-        if not wire.is_proof(hello.proof, self._token, "server", *nonces):
-            raise ProvisionError(f"the service at {self._address} does not know the token: it is not the one")
-        return hello
 
     def _hello(self, message: Message) -> Hello:
         """What the service says of itself. Keeps what it serves, so that this process, too, can start it again."""
@@ -229,25 +185,22 @@ class EmbeddedFeed:
     Args:
         connection: to the server; it belongs to the feed.
         said: the registration.
-        pid: of the server, which is killed if it hangs; None: it is on another machine.
+        pid: of the server, which is killed if it hangs.
     """
 
-    def __init__(self, connection: Connection, said: tuple[Bytes, ...], *, pid: int | None) -> None:
+    def __init__(self, connection: Connection, said: tuple[Bytes, ...], *, pid: int) -> None:
         self._connection = connection
         self._pid = pid
-        self._ring: RingReader | None = None
         try:
             with _Conversation():
                 connection.send(Say.REGISTER, *said)
                 answer = _answer(connection, _ANSWER_SECONDS, Say.READY)
-                if answer.fd is not None:
-                    self._ring = RingReader(answer.fd, writable=True)
-                    os.close(answer.fd)
+                assert answer.fd is not None
+                self._ring = RingReader(answer.fd, writable=True)
+                os.close(answer.fd)
         except BaseException:
             connection.close()
             raise
-        self._copied: list[int] = []
-        """Slots of batches that came through the socket."""
 
     def start(self, start: Start) -> None:
         with _Conversation(self._connection):
@@ -266,9 +219,8 @@ class EmbeddedFeed:
 
     def credit(self, generation: int, taken: int, *, waited_seconds: float) -> None:
         with _Conversation(self._connection):
-            dropped = np.array(self._ring.dropped() if self._ring is not None else self._copied, np.int64)
+            dropped = np.array(self._ring.dropped(), np.int64)
             self._connection.send(Say.CREDIT, CREDIT.pack(generation, taken, waited_seconds), as_bytes(dropped))
-            self._copied = []
 
     def close(self) -> None:
         self._connection.close()
@@ -285,21 +237,29 @@ class EmbeddedFeed:
                 return Pushed(generation, index, memoryview(mmap.mmap(message.fd, slot.nbytes)), cost)
             finally:
                 os.close(message.fd)
-        if self._ring is not None:
-            return Pushed(generation, index, self._ring.view(slot), cost)
-        if slot.sequence != NO_SLOT:
-            self._copied.append(slot.sequence)
-        return Pushed(generation, index, _aligned(message.body[BATCH.size :]), cost)
+        return Pushed(generation, index, self._ring.view(slot), cost)
 
     def _check_health(self) -> None:
         """Ask the server for something that it answers at once. One that hangs is killed, or nobody could start
         another one."""
         self._connection.send(Say.ASK)
         if not self._connection.wait(_HEALTH_SECONDS):
-            if self._pid is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(self._pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
             raise ConnectionLost(f"the server does not answer for {_HEALTH_SECONDS} s")
+
+
+def checked_address(address: str) -> str:
+    """The address of a service.
+
+    Raises:
+        ProvisionError: it is none.
+    """
+    if address.startswith((LOCAL, "ray:")):
+        return address
+    raise ProvisionError(
+        f"expected the address of a data service, {LOCAL}NAME or ray:CLUSTER/NAME, found {address!r}; {SEVERAL}"
+    )
 
 
 def _answer(connection: Connection, seconds: float, *expected: Say) -> Message:
@@ -344,10 +304,3 @@ class _Conversation:
             self._connection.close()
         if isinstance(error, ConnectionLost | BadMessage | OSError):
             raise EngineLost(str(error)) from error
-
-
-def _aligned(body: memoryview) -> memoryview:
-    """A copy of bytes that begins where every dtype can begin."""
-    copy = np.empty(len(body), np.uint8)
-    copy[:] = np.frombuffer(body, np.uint8)
-    return copy.data

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
-import secrets
 import socket
 import time
 from dataclasses import replace
@@ -15,10 +13,9 @@ from typing import Any, get_args
 
 import numpy as np
 
-from fastensor.data.connection import Connection, Message
+from fastensor.data.connection import Connection
 from fastensor.data.ring import RingWriter, Slot
 from fastensor.data.skipping import OnError
-from fastensor.provision.embedded import wire
 from fastensor.provision.embedded.protocol import BATCH, CREDIT, BadMessage, Hello, Say, checked, parted
 from fastensor.provision.engine import Cost, Facts, Registration
 from fastensor.provision.feeding import Batch, Stream
@@ -35,21 +32,12 @@ class Client:
 
     Args:
         endpoint: connected. It belongs to the client.
-        token: what it has to know; None: nothing.
-        is_local: whether it is a Unix socket. Then descriptors can be sent, and it is the same user.
     """
 
-    def __init__(self, endpoint: socket.socket, number: int, *, token: str | None, is_local: bool) -> None:
+    def __init__(self, endpoint: socket.socket, number: int) -> None:
         self.connection = Connection(endpoint)
         self.number = number
-        self.is_known = token is None
-        """Whether it may use the service."""
-        self.connection.longest_nbytes = _LONGEST_NBYTES if self.is_known else wire.ANSWER_NBYTES
-        self._is_local = is_local
-        self._token = token
-        self._nonce = secrets.token_bytes(wire.NONCE_NBYTES)
-        self._proof = b""
-        """That the server knows the token."""
+        self.connection.longest_nbytes = _LONGEST_NBYTES
         self.stream: Stream | None = None
         """Its loader."""
         self.pickled = b""
@@ -73,28 +61,9 @@ class Client:
         """Whether it takes what is sent too slowly to be sent more."""
         return self.connection.unsent_nbytes > _UNSENT_NBYTES
 
-    def challenge(self) -> None:
-        """Have it show that it knows the token."""
-        self.connection.send(Say.CHALLENGE, self._nonce)
-
-    def check_answer(self, message: Message) -> None:
-        """Look at the first message of a client that has to know the token.
-
-        Raises:
-            BadMessage: it does not.
-        """
-        assert self._token is not None
-        theirs, found = bytes(message.body[: wire.NONCE_NBYTES]), bytes(message.body[wire.NONCE_NBYTES :])
-        if message.kind != Say.ANSWER or not wire.is_proof(found, self._token, "client", self._nonce, theirs):
-            raise BadMessage("it does not know the token")
-        self._proof = wire.proof(self._token, "server", self._nonce, theirs)
-        self.is_known = True
-        self.connection.longest_nbytes = _LONGEST_NBYTES
-
     def say_hello(self, facts: Facts | None, spec_fd: int | None) -> None:
         """Tell it what the service is."""
-        said = Hello(os.getpid(), facts, self._proof).as_json()
-        self.connection.send(Say.HELLO, said, fd=spec_fd if self._is_local else None)
+        self.connection.send(Say.HELLO, Hello(os.getpid(), facts).as_json(), fd=spec_fd)
 
     def say_status(self, status: dict[str, Any]) -> None:
         """Answer an ``ASK``."""
@@ -108,7 +77,7 @@ class Client:
         """Serve a loader, if there is memory for its batches.
 
         Raises:
-            BadMessage: it makes no sense, or has a pickle from who has not shown that it knows a token.
+            BadMessage: it makes no sense.
         """
         head, pickled = parted(body)
         registration = checked(lambda: Registration(**head))
@@ -117,8 +86,6 @@ class Client:
                 raise BadMessage(f"{name} is {number!r}")
         if registration.on_error not in get_args(OnError):
             raise BadMessage(f"on_error is {registration.on_error!r}")
-        if len(pickled) and not (self._is_local or self._token):
-            raise BadMessage("it sends a function, and has not shown that it knows a token")
         if self.stream is not None:
             raise BadMessage("it has a loader already")
         try:
@@ -127,7 +94,7 @@ class Client:
             self.refuse(f"there is no memory for batches: {error}")
             return
         self.stream, self.pickled = Stream(self.number, registration, ring=ring), bytes(pickled)
-        self.connection.send(Say.READY, fd=ring.fd if self._is_local else None)
+        self.connection.send(Say.READY, fd=ring.fd)
 
     def take_credit(self, body: memoryview) -> None:
         """The trainer was given batches, and has dropped others.
@@ -146,12 +113,7 @@ class Client:
     def push(self, batch: Batch, slot: Slot, cost: Cost, fd: int | None) -> None:
         """Send a batch, which is in a slot, or in memory of its own."""
         self.served = self.served.with_batch(nbytes=slot.nbytes, **cost._asdict())
-        said = BATCH.pack(batch.generation, batch.index, *slot, *cost)
-        if self._is_local:
-            self.connection.send(Say.BATCH, said, fd=fd)
-            return
-        content = self.registered.ring.view(slot) if fd is None else memoryview(mmap.mmap(fd, slot.nbytes))
-        self.connection.send(Say.BATCH, said, content)
+        self.connection.send(Say.BATCH, BATCH.pack(batch.generation, batch.index, *slot, *cost), fd=fd)
 
     def status(self) -> dict[str, Any]:
         """What its loader has."""
@@ -163,7 +125,6 @@ class Client:
             "ahead": stream.ahead,
             "needed": stream.needed,
             "buffered_nbytes": stream.ring.used_nbytes,
-            "is_local": self._is_local,
             **self.served.summary(),
         }
 

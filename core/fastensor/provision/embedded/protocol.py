@@ -1,8 +1,7 @@
 """What server, workers and clients say to each other, over a :class:`~fastensor.data.connection.Connection`.
 
-Numbers are in the byte order of the machine: over TCP, both machines have the same.
-
-What a client says is checked: a client of a port on the loopback interface can be anybody on the machine.
+All processes belong to one user on one machine, so numbers are in the byte order of the machine. What a client says is
+checked, so that one that has gone wrong ends alone.
 """
 
 from __future__ import annotations
@@ -43,23 +42,20 @@ class Say(IntEnum):
     """Kinds of messages."""
 
     HELLO = 0
-    """Server to client, first, and after ``SPEC``: JSON of its process id, and of the facts, if it has been given any.
-    Over a Unix socket, the spec comes along then."""
+    """Server to client, first, and after ``SPEC``: JSON of its process id, and of the facts, if it has been given any:
+    then the spec comes along."""
     READY = 1
-    """Server to client: a loader is registered. The memory of its ring comes along, over a Unix socket."""
+    """Server to client: a loader is registered. The memory of its ring comes along."""
     REFUSED = 2
     """Server to client: a loader, or a spec, is not; text."""
     BATCH = 3
-    """Server to client: ``BATCH``; then the bytes, over TCP. A batch without a slot comes in memory of its own."""
+    """Server to client: ``BATCH``. A batch without a slot comes in memory of its own."""
     FAILED = 4
     """Server to client: ``BATCH``, then text."""
     STATUS = 5
     """Server to client: JSON."""
-    CHALLENGE = 6
-    """Server to client, first, if it has to know the token: see :mod:`fastensor.provision.embedded.wire`."""
     SPEC = 16
-    """Client to server: what is to be served, as a descriptor. Text: two lines, where to listen for clients, and for
-    requests for metrics, if it has before."""
+    """Client to server: what is to be served, as a descriptor."""
     REGISTER = 17
     """Client to server: JSON of the registration, and a pickle of the collate function, see :func:`joined`."""
     START = 18
@@ -70,8 +66,6 @@ class Say(IntEnum):
     """Client to server: for a ``STATUS``."""
     PRELOAD = 21
     """Client to server: as ``START``."""
-    ANSWER = 22
-    """Client to server: to a ``CHALLENGE``."""
     LOADER = 32
     """Server to worker: ``LOADER``, then the pickle. The memory of its ring comes along."""
     FORGET = 33
@@ -141,13 +135,11 @@ class Hello(NamedTuple):
     pid: int
     facts: Facts | None
     """None: it was not told yet what to serve."""
-    proof: bytes
-    """That it knows the token; empty if it does not ask for one."""
 
     def as_json(self) -> bytes:
         """The body of a ``HELLO``."""
         facts = None if self.facts is None else asdict(self.facts)
-        return json.dumps({"pid": self.pid, "facts": facts, "proof": self.proof.hex()}).encode()
+        return json.dumps({"pid": self.pid, "facts": facts}).encode()
 
 
 def hello_of(body: memoryview) -> Hello:
@@ -157,16 +149,16 @@ def hello_of(body: memoryview) -> Hello:
         BadMessage: it says what no server of this version does.
     """
     found = json_of(body)
-    pid, proof = found.get("pid"), found.get("proof")
-    if not isinstance(pid, int) or not isinstance(proof, str):
-        raise BadMessage(f"expected a process id and a proof, found {str(found)[:80]}")
+    pid = found.get("pid")
+    if not isinstance(pid, int):
+        raise BadMessage(f"expected a process id, found {str(found)[:80]}")
     if (said := found.get("facts")) is None:
-        return Hello(pid, None, checked(bytes.fromhex, proof))
+        return Hello(pid, None)
     facts = checked(lambda: Facts(**said))
     for field in fields(Facts):
         if type(value := getattr(facts, field.name)).__name__ != field.type:
             raise BadMessage(f"{field.name} is {value!r}, expected {field.type}")
-    return Hello(pid, facts, checked(bytes.fromhex, proof))
+    return Hello(pid, facts)
 
 
 def start_as_json(start: Start) -> bytes:

@@ -22,17 +22,14 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fastensor.data.connection import NO_ROOM, Connection, ConnectionLost, Message
 from fastensor.data.plan import EpochPlan
 from fastensor.data.skipping import reason_of
-from fastensor.errors import ProvisionError
 from fastensor.files.words import is_worth_a_line
-from fastensor.provision.embedded import wire, worker
+from fastensor.provision.embedded import worker
 from fastensor.provision.embedded.clients import Client
 from fastensor.provision.embedded.nursery import NurseryProcess, adopt_orphans
 from fastensor.provision.embedded.protocol import (
@@ -48,12 +45,10 @@ from fastensor.provision.embedded.protocol import (
     text_of,
     work_as_bytes,
 )
-from fastensor.provision.embedded.scraping import PATH, Scrape
 from fastensor.provision.embedded.spec import facts_of
 from fastensor.provision.embedded.workers import WorkerProcess
 from fastensor.provision.engine import cost_of_batch
 from fastensor.provision.feeding import NO_SLOT, Stream, batches_from
-from fastensor.provision.metrics import exposition
 from fastensor.provision.placement import Placement, placements, worker_cpus
 from fastensor.provision.tasks import Task, Tasks
 from fastensor.provision.work import Done
@@ -65,10 +60,6 @@ _TASKS_PER_WORKER = 2
 """One is done, and one is waiting, so that the worker need not."""
 _FULL_SECONDS = 0.2
 """How long to wait for room for who has connected, if nothing else comes."""
-_MOST_SCRAPES = 16
-"""Requests for metrics at the same time. If there are more, the oldest is dropped."""
-_MOST_STRANGERS = 64
-"""Clients that have not shown that they know the token. If there are more, the oldest is dropped."""
 
 
 class Server:
@@ -80,10 +71,7 @@ class Server:
 
     def __init__(self, listener: socket.socket) -> None:
         self._clients: dict[int, Client] = {}
-        """By number those that may use the service."""
-        self._strangers: dict[int, Client] = {}
-        self._scrapes: list[Scrape] = []
-        """Requests for metrics that were not answered yet."""
+        """By number those that are connected."""
         self._numbers = 0
         self._dropped = 0
         """Clients that have sent nonsense."""
@@ -91,12 +79,12 @@ class Server:
         self._replaced = 0
         """Workers that have ended."""
         self._spec_fd: int | None = None
-        self._token: str | None = None
+        listener.setblocking(False)
+        self._listener = listener
+        self._is_full = False
+        """Whether clients wait for whom no descriptor is free. The socket is not listened to until the next round."""
         self._selector = selectors.DefaultSelector()
-        self._full: list[tuple[socket.socket, Callable[[], None]]] = []
-        """Sockets that have clients waiting for whom no descriptor is free, and what accepts these. They are not
-        listened to until the next round."""
-        self._listen(listener, partial(self._accept, is_local=True))
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def run(self) -> None:
         """Serve until the last client has gone."""
@@ -108,35 +96,13 @@ class Server:
             if had_clients:
                 seconds = None
 
-    def _listen(self, listener: socket.socket, accepted: Callable[[socket.socket], None]) -> None:
-        """Accept who connects.
-
-        Args:
-            accepted: is given the new sockets, which belong to it.
-        """
-
-        def accept() -> None:
-            try:
-                endpoint, _ = listener.accept()
-            except OSError as error:
-                if error.errno in NO_ROOM:  # who has connected stays there, and would be reported again at once
-                    self._selector.unregister(listener)
-                    self._full.append((listener, accept))
-                return  # or the client has gone
-            accepted(endpoint)
-
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ, accept)
-
     def _await_events(self, seconds: float | None) -> bool:
         """Do what has come. False if nothing has within ``seconds``, and there is no client."""
-        was_full = bool(self._full)
+        was_full = self._is_full
+        events = self._selector.select(_FULL_SECONDS if was_full else seconds)
         if was_full:
-            seconds = _FULL_SECONDS
-        events = self._selector.select(seconds)
-        while self._full:
-            listener, accept = self._full.pop()
-            self._selector.register(listener, selectors.EVENT_READ, accept)
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._is_full = False
         for key, _ in events:
             if key.fd in self._selector.get_map():  # what came before may have ended this one
                 key.data()
@@ -144,31 +110,25 @@ class Server:
 
     # Clients
 
-    def _accept(self, endpoint: socket.socket, *, is_local: bool) -> None:
+    def _accept(self) -> None:
         try:
-            if not is_local:
-                wire.keep_alive(endpoint)
-        except OSError:
-            endpoint.close()
-            return  # the client has gone
+            endpoint, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in NO_ROOM:  # who has connected stays there, and would be reported again at once
+                self._selector.unregister(self._listener)
+                self._is_full = True
+            return  # or the client has gone
         self._numbers += 1
-        client = Client(endpoint, self._numbers, token=None if is_local else self._token, is_local=is_local)
-        if is_local and client.connection.peer[1] != os.geteuid():
+        client = Client(endpoint, self._numbers)
+        if client.connection.peer[1] != os.geteuid():
             client.close()
             return
+        self._clients[client.number] = client
         self._selector.register(client.connection, selectors.EVENT_READ, partial(self._receive, client))
-        self._strangers[client.number] = client
-        if len(self._strangers) > _MOST_STRANGERS:
-            self._drop(next(iter(self._strangers.values())))
-        if client.is_known:
-            self._welcome(client)
-        else:
-            self._do_for(client, client.challenge)
+        self._welcome(client)
 
     def _welcome(self, client: Client) -> None:
-        """A client may use the service."""
-        if self._strangers.pop(client.number, None) is not None:
-            self._clients[client.number] = client
+        """Tell a client what is served, if that is known."""
         facts = None if self._spec_fd is None else self._facts
         self._do_for(client, partial(client.say_hello, facts, self._spec_fd))
 
@@ -181,7 +141,7 @@ class Server:
             self._drop(client)
         except BadMessage as error:
             self._dropped += 1
-            if is_worth_a_line(self._dropped):  # anybody may send nonsense, again and again
+            if is_worth_a_line(self._dropped):  # a program may send nonsense again and again
                 _log.warning("The data service has dropped a client, number %d: %s", self._dropped, reason_of(error))
             self._drop(client)
         else:
@@ -192,10 +152,6 @@ class Server:
             if message.fd is not None:
                 os.close(message.fd)
             raise BadMessage(f"a message of kind {message.kind} came with a descriptor, or without one")
-        if not client.is_known:
-            client.check_answer(message)
-            self._welcome(client)
-            return
         match message.kind:
             case Say.SPEC:
                 self._begin(client, message)
@@ -237,8 +193,7 @@ class Server:
             self._selector.modify(end.connection, events, key.data)
 
     def _drop(self, client: Client) -> None:
-        known = self._clients.pop(client.number, None) or self._strangers.pop(client.number, None)
-        if known is None:
+        if self._clients.pop(client.number, None) is None:
             return
         self._selector.unregister(client.connection)
         client.close()
@@ -256,71 +211,12 @@ class Server:
             os.close(message.fd)
             self._welcome(client)
             return
-        self._facts, self._token = facts_of(message.fd)
-        try:
-            listened, _, listened_for_scrapes = text_of(message).partition("\n")
-            self._listen_elsewhere(listened, listened_for_scrapes)
-        except ProvisionError as error:
-            os.close(message.fd)
-            self._do_for(client, partial(client.refuse, str(error)))
-            return
-        self._spec_fd = message.fd
+        self._facts, self._spec_fd = facts_of(message.fd), message.fd
         self._tasks = Tasks(self._facts)
         self._slabs = _memory(self._facts.cache_nbytes)
         self._worker_cpus = worker_cpus(_placements(), self._facts.workers)
         self._start_nursery(range(self._facts.workers), prepares=True)
         self._welcome(client)
-
-    def _listen_elsewhere(self, listened: str, listened_for_scrapes: str) -> None:
-        """Listen for clients of other machines, and for requests for metrics, if the facts say so.
-
-        Args:
-            listened, listened_for_scrapes: where a server that has ended did; empty if none has.
-
-        Raises:
-            ProvisionError: that cannot be. Then this listens nowhere.
-        """
-        with ExitStack() as opened:
-            for_clients = for_scrapes = None
-            if self._facts.listen:
-                for_clients = opened.enter_context(wire.listening(listened or self._facts.listen, self._token))
-                self._facts = replace(self._facts, listen=wire.address_of(for_clients))
-            if self._facts.metrics:
-                for_scrapes = opened.enter_context(wire.listening(listened_for_scrapes or self._facts.metrics, None))
-                self._facts = replace(self._facts, metrics=wire.address_of(for_scrapes))
-            opened.pop_all()
-        if for_clients is not None:
-            self._listen(for_clients, partial(self._accept, is_local=False))
-        if for_scrapes is not None:
-            self._listen(for_scrapes, self._accept_scrape)
-
-    def _accept_scrape(self, endpoint: socket.socket) -> None:
-        scrape = Scrape(endpoint, self._metrics)
-        self._scrapes.append(scrape)
-        self._selector.register(scrape.endpoint, selectors.EVENT_READ, partial(self._answer, scrape))
-        if len(self._scrapes) > _MOST_SCRAPES:
-            self._hang_up(self._scrapes[0])
-
-    def _answer(self, scrape: Scrape) -> None:
-        if not scrape.go_on():
-            self._hang_up(scrape)
-        elif scrape.is_answered:
-            self._selector.modify(scrape.endpoint, selectors.EVENT_WRITE, partial(self._answer, scrape))
-
-    def _hang_up(self, scrape: Scrape) -> None:
-        if scrape in self._scrapes:
-            self._scrapes.remove(scrape)
-            self._selector.unregister(scrape.endpoint)
-            scrape.close()
-
-    def _metrics(self) -> str:
-        """The counts, for Prometheus."""
-        loaders = {
-            f"rank {stream.plan.rank}, loader {stream.number}": client.served
-            for client in self._clients.values()
-            if (stream := client.stream) is not None and stream.plan is not None
-        }
-        return exposition(loaders, self._tasks.stock.cached())
 
     def _status(self) -> dict[str, Any]:
         """What the service does, for people and monitors."""
@@ -330,8 +226,6 @@ class Server:
             workers = [{"pid": one.pid, "tasks": len(one.tasks)} for one in self._workers]
             found |= {"nursery": self._nursery.pid, "workers": workers, "workers_replaced": self._replaced}
             found |= self._tasks.status()
-            if self._facts.metrics:
-                found["metrics"] = f"http://{self._facts.metrics}{PATH}"
         return found
 
     # Workers

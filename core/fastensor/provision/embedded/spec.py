@@ -25,7 +25,7 @@ _NOT_FOR_WORKERS = ("authkey", "name", "start_method")
 """What ``multiprocessing`` prepares for its own processes."""
 
 
-def packed(facts: Facts, token: str | None, contents: Contents) -> int:
+def packed(facts: Facts, contents: Contents) -> int:
     """Returns a descriptor of the spec, which belongs to the caller.
 
     Raises:
@@ -34,7 +34,7 @@ def packed(facts: Facts, token: str | None, contents: Contents) -> int:
     preparation = spawn.get_preparation_data("fastensor-worker")
     for name in _NOT_FOR_WORKERS:
         preparation.pop(name, None)
-    head = json.dumps({"facts": asdict(facts), "token": token}).encode()
+    head = json.dumps(asdict(facts)).encode()
     fd = os.memfd_create("fastensor-spec", os.MFD_CLOEXEC)
     advice = "Functions have to be defined at the top of a module, and the source may hold no open files or locks"
     try:
@@ -48,11 +48,10 @@ def packed(facts: Facts, token: str | None, contents: Contents) -> int:
     return fd
 
 
-def facts_of(fd: int) -> tuple[Facts, str | None]:
-    """The facts of a spec, and the token that clients from elsewhere need."""
+def facts_of(fd: int) -> Facts:
+    """The facts of a spec."""
     (nbytes,) = NUMBER.unpack(os.pread(fd, NUMBER.size, 0))
-    found = json_of(memoryview(os.pread(fd, nbytes, NUMBER.size)))
-    return Facts(**found["facts"]), found["token"]
+    return Facts(**json_of(memoryview(os.pread(fd, nbytes, NUMBER.size))))
 
 
 def prepare(fd: int) -> None:
