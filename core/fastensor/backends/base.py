@@ -113,10 +113,11 @@ class Backend(Protocol):
         """The name that users pass as ``backend=``."""
 
     def why_unavailable(self) -> str:
-        """Why the backend cannot work here at all, in words for a user; empty if it can. It may still refuse a file."""
+        """Reason for which the backend cannot work here at all, for a user; empty if it can. It may still refuse a
+        file."""
 
     def can_write(self, source: Source) -> bool:
-        """Whether the backend can write this kind of source at all. A single file may still be refused."""
+        """True if the backend can write this kind of source at all. It may still refuse a file."""
 
     def write(self, source: Source, fd: int) -> Sequence[int]:
         """Write the whole image to an open, empty, seekable file.

@@ -96,7 +96,7 @@ class Buffer:
 
     @property
     def is_of_parent(self) -> bool:
-        """Whether this process was forked from the one that has mapped the buffer."""
+        """True if this process was forked from the one that has mapped the buffer."""
         return self._process != os.getpid()
 
     def prepare(self, device: torch.device | None = None) -> None:
@@ -163,7 +163,7 @@ class BufferPool:
     def __init__(self, limit: Callable[[], int] | None = None) -> None:
         self._limit = limit
         self._most: int | None = None
-        """How many buffers the limit allows, once it is known."""
+        """Number of buffers that the limit allows, once it is known."""
         self._idle: list[Buffer] = []
         self._count = 0
         """Buffers that are mapped, lent or not; counted only with a limit."""
@@ -188,7 +188,7 @@ class BufferPool:
         return self._peak * BUFFER_NBYTES
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` can be lent at once; or all that is mapped, if that is less."""
+        """True if ``nbytes`` can be lent at once; or all that is mapped, if that is less."""
         return self.free_nbytes >= min(nbytes, self.nbytes)
 
     def reserve(self, nbytes: int) -> None:

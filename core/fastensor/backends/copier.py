@@ -73,7 +73,7 @@ class Copier:
         self.device = self._copies.device
         """A device that copies come from, for which buffers are to be pinned."""
         self.asynchronous = self.device is not None
-        """Whether copies go on after :meth:`copy` has returned, until an event that is recorded later is reached."""
+        """True if copies go on after :meth:`copy` has returned, until an event that is recorded later is reached."""
         self.host_nbytes = sum(one.nbytes() for one, address in zip(storages, self._addresses, strict=True) if address)
         """Bytes that :meth:`copy` copies itself."""
         self.entered = self._copies.entered

@@ -36,7 +36,7 @@ def record_fallback(fallbacks: list[Fallback], what: str, reason: str) -> None:
 
 
 def why_unavailable(name: str) -> str:
-    """Why a backend cannot work here; empty if it can. An exception that the backend raises is a reason."""
+    """Reason for which a backend cannot work here; empty if it can. An exception that the backend raises is one."""
     try:
         return str(registry.get(name).why_unavailable())
     except Exception as error:  # noqa: BLE001  # whatever a backend of another package raises
@@ -49,7 +49,7 @@ def available_names() -> tuple[str, ...]:
 
 
 def can_write(name: str, source: Source) -> bool:
-    """Whether a backend says that it can write a source. False, with a warning, if the backend raises."""
+    """True if a backend says that it can write a source. False, with a warning, if the backend raises."""
     try:
         return registry.get(name).can_write(source)
     except Exception as error:  # noqa: BLE001  # whatever a backend of another package raises: others may write the file

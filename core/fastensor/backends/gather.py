@@ -85,7 +85,7 @@ class DeviceStager:
         devices = {one.device for one in plan.storages if isinstance(one, torch.UntypedStorage)} | {device}
         self._copies = Copies(devices, "gather")
         self._later = Copies({device}, "headers")
-        """For headers, which would wait for the next window's payload on the stream of payloads."""
+        """Copies of headers, which would wait for the next window's payload on the stream of payloads."""
 
     @property
     def checksums(self) -> tuple[int, ...]:

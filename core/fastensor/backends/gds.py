@@ -167,7 +167,7 @@ class _Kvikio:
         self._module: Any = None
 
     def why_unavailable(self) -> str:
-        """Why kvikio cannot be used; empty if it can."""
+        """Reason for which kvikio cannot be used; empty if it can."""
         with self._lock:
             if self._reason is None:
                 self._reason = self._load()
@@ -204,7 +204,8 @@ os.register_at_fork(after_in_child=_kvikio.forked)
 
 
 def _why_not_yet() -> str:
-    """Why kvikio is not used yet; empty if it is. It would initialize CUDA, which forbids forks: the program is to."""
+    """Reason for which kvikio is not used yet; empty if it is. kvikio initializes CUDA, after which forks fail: that is
+    left to the program."""
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch gives it no types
     if in_use or not any(map(os.path.exists, _DEVICES)):
         return ""
@@ -255,7 +256,7 @@ def announce_mode() -> None:
 
 
 def compat_reason() -> str:
-    """Why bytes of GPUs go through host memory; empty if they go directly.
+    """Reason for which bytes of GPUs go through host memory; empty if they go directly.
 
     Raises:
         BackendUnavailableError: kvikio cannot be used at all.

@@ -39,7 +39,7 @@ BUILT_IN: tuple[Backend, ...] = (DirectBackend(), GdsBackend(), NumpyBackend(), 
 _logger = logging.getLogger("fastensor")
 _backends: dict[str, Backend] = {}
 _others_wanted = True
-"""Whether backends of other packages are still to be imported."""
+"""True until the backends of other packages have been imported."""
 _lock = threading.RLock()
 """Held while backends of other packages are imported."""
 

@@ -95,7 +95,7 @@ class _Fetch:
 
     @property
     def idle(self) -> bool:
-        """Whether no thread reads or writes the buffer any more."""
+        """True when no thread reads or writes the buffer any more."""
         return self.filled.done() and all(copy.done() for copy in self.copies)
 
     def wait(self) -> None:

@@ -79,10 +79,10 @@ class Snapshot:
         self._copied: dict[int, Sequence[Event]] = {}
         """By the number of a filled buffer, events that are reached when devices have copied to it."""
         self._moved: Counter[int] = Counter()
-        """How many bytes of each buffer have been moved."""
+        """Bytes of each buffer that have been moved."""
         self._staging = True
         self._streams = False
-        """Whether windows may be moved before all is staged. Otherwise moving would take time from staging."""
+        """True if windows may be moved before all is staged; otherwise moving would take time from staging."""
         self._failure: BaseException | None = None
         self._moving_failure: BaseException | None = None
 
@@ -274,5 +274,5 @@ class Snapshot:
 
 
 def _threads(nbytes: int) -> int:
-    """How many threads copy so many bytes in host memory. One thread is enough to queue copies of devices."""
+    """Number of threads that copy ``nbytes`` in host memory. One is enough to queue copies of devices."""
     return max(1, min(usable_cores(_MOST_THREADS), nbytes // (2 * BUFFER_NBYTES)))

@@ -33,7 +33,7 @@ class Stager(Protocol[W]):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether copies go on after :meth:`begin` has returned, so that it pays to begin the next window first."""
+        """True if copies go on after :meth:`begin` has returned, so that it pays to begin the next window first."""
 
     @property
     def checksums(self) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ class Stager(Protocol[W]):
 
 @checks_keywords
 def open_stager(source: Source) -> HostStager:
-    """What produces the windows of a source in host memory, in a ``with`` block."""
+    """Stager that produces the windows of a source in host memory, in a ``with`` block."""
     if not isinstance(source, Plan | Snapshot):
         raise TypeError(f"expected a plan or a snapshot, found {type(source).__name__}")
     return HostStager(source)

@@ -23,20 +23,20 @@ class Event(Protocol):
     """A place in a stream, which is reached when all that was queued before it is done. Any thread may ask."""
 
     def query(self) -> bool:
-        """Whether the event is reached."""
+        """True if the event is reached."""
 
     def synchronize(self) -> None:
         """Wait on the host until the event is reached."""
 
 
 class Streams(Protocol):
-    """How devices get streams."""
+    """Streams and events of devices: CUDA's, or those of a model in tests."""
 
     def exact(self, device: torch.device) -> torch.device:
         """The device with its number, which stands for the current one if there is none."""
 
     def are_on(self, device: torch.device) -> bool:
-        """Whether a device has streams. What is copied on others is copied when the call returns."""
+        """True if a device has streams. Copies on other devices are done when the call returns."""
 
     def current(self, device: torch.device) -> Any:
         """The stream that this thread queues work of a device on."""
@@ -127,7 +127,7 @@ it. Threads share it: what they queue for one purpose runs in the order in which
 
 @contextmanager
 def replaced_by(streams: Streams) -> Iterator[None]:
-    """For tests: other streams in the block, for all threads."""
+    """Use other streams in the block, in all threads; for tests."""
     global _streams
     before, _streams = _streams, streams
     _side_streams.clear()
@@ -139,7 +139,7 @@ def replaced_by(streams: Streams) -> Iterator[None]:
 
 
 def are_on(device: torch.device) -> bool:
-    """Whether a device has streams."""
+    """True if a device has streams."""
     return _streams.are_on(device)
 
 
@@ -167,7 +167,7 @@ def event_now(device: torch.device) -> Event | None:
 
 
 def are_reached(events: Iterable[Event]) -> bool:
-    """Whether all events are reached."""
+    """True if all events are reached."""
     return all(event.query() for event in events)
 
 

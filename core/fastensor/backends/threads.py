@@ -33,7 +33,7 @@ class Pool(ThreadPoolExecutor):
 
     @property
     def is_of_parent(self) -> bool:
-        """Whether this process was forked from the one that has made the pool. Submitted work is never done here."""
+        """True if this process was forked from the one that has made the pool. Submitted work is never done here."""
         return self._process != os.getpid()
 
     @property

@@ -92,7 +92,7 @@ class DeviceReader(Protocol):
 
 
 def is_filled_at_once(device: torch.device) -> bool:
-    """Whether storages on the device are filled without a storage of the same size on the host."""
+    """True if storages on the device are filled without a storage of the same size on the host."""
     return device.type in FILLED_AT_ONCE
 
 

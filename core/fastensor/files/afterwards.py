@@ -51,12 +51,12 @@ class Worker:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs in the worker's thread, as its jobs do."""
+        """True in the worker's thread, in which its jobs run."""
         return self._thread is threading.current_thread()
 
     @property
     def has_thread(self) -> bool:
-        """Whether a job was given since the worker was made or stopped."""
+        """True if a job was given since the worker was made or stopped."""
         return self._thread is not None
 
     def stop(self, *, wait: bool = False) -> None:

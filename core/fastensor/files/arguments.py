@@ -15,7 +15,7 @@ from fastensor.files.words import nbytes_in
 _C = TypeVar("_C", bound=Callable[..., Any])
 
 _NEAR = 0.5
-"""How similar a known name must be to an unknown one to be suggested, from 0 to 1."""
+"""Least similarity of a suggested name to the unknown one, from 0 to 1."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -51,7 +51,7 @@ class NewFile:
     def __init__(self, path: str, *, mode: int = 0o666, hidden: bool = False) -> None:
         self.path = path
         self.published = False
-        """Whether the file has taken the target's place."""
+        """True once the file has taken the target's place."""
         self._names: list[str] = []
         """Names that may lead to the file."""
         self._withdrawn = False
@@ -222,7 +222,7 @@ def _is_locked(name: str) -> bool:
 
 
 def leads_to(name: str, fd: int) -> bool:
-    """Whether a name, which is no symlink, is that of an open file or directory."""
+    """True if a name, which is no symlink, is that of an open file or directory."""
     try:
         return os.path.samestat(os.lstat(name), os.fstat(fd))
     except FileNotFoundError:

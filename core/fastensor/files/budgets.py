@@ -1,4 +1,4 @@
-"""How much memory this process may take."""
+"""Memory budgets: what is free on this machine, within the limits of its cgroup and of this process."""
 
 from __future__ import annotations
 

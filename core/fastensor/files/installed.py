@@ -26,7 +26,7 @@ def entry_points_of(group: str) -> tuple[EntryPoint, ...]:
 
 
 def is_mentioned(group: str) -> bool:
-    """Whether a package may have entry points of the group. False only if none has.
+    """False if no installed package has entry points of the group; True if one may have.
 
     What is found in a folder is remembered as long as ``sys.path`` stays the same.
     """

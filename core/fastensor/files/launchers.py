@@ -1,4 +1,4 @@
-"""What launchers say about a job in environment variables: torchrun, SLURM, Open MPI, other MPIs."""
+"""Rank, world size and job from the environment variables of torchrun, SLURM, Open MPI and other MPIs."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ def store_address() -> str | None:
 
 
 def job() -> str | None:
-    """What all ranks of this job have in common, and no other job on the machine has; None if no launcher says it."""
+    """Identifier that all ranks of this job share, and no other job on the machine; None without a launcher."""
     store = store_address()
     return None if store is None else f"{store} {os.environ.get('TORCHELASTIC_RUN_ID', '')}"

@@ -66,7 +66,7 @@ class NewDirectory:
 
     @property
     def is_intact(self) -> bool:
-        """Whether nobody has removed or replaced the directory since it was created here, and until it is published."""
+        """True if the unpublished directory is the one that was created here: not removed, not replaced."""
         return self._lock is None or leads_to(self.hidden, self._lock)
 
     def check(self) -> None:
@@ -202,7 +202,7 @@ def _hidden_name(path: str) -> str:
 
 
 def _aside_name(hidden: str) -> str:
-    """Where that is which was replaced, if two renames are needed."""
+    """Path that keeps the replaced directory between two renames."""
     return hidden.removesuffix(SUFFIX) + ASIDE_SUFFIX
 
 

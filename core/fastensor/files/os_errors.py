@@ -26,7 +26,7 @@ PERHAPS_KEPT = "what was there before, if anything, is kept"
 
 
 def kept_at(path: str) -> str:
-    """What is at the path of a file, a directory or an object of a store after a failure that has not changed it."""
+    """Words that say what is at a path after a save that failed and changed nothing there."""
     if "://" in path:  # a store is not asked once more after a failure
         return PERHAPS_KEPT
     try:
@@ -63,7 +63,7 @@ def write_error(error: OSError, path: str, what: str, outcome: str = "") -> Chec
 
 
 def _room(error: OSError, path: str) -> str:
-    """If the disk is full, how much is free there."""
+    """Words for the free space of a full disk; empty for other errors."""
     if error.errno == errno.ENOSPC:
         with suppress(OSError):  # such as that there is no such folder any more
             found = os.statvfs(os.path.dirname(path) or ".")

@@ -249,7 +249,7 @@ def try_nameless(directory: str, mode: int) -> int | None:
 
 
 def has_proc() -> bool:
-    """Whether open files can be found in ``/proc``, which some sandboxes lack."""
+    """True if open files can be found in ``/proc``, which some sandboxes lack."""
     try:
         os.stat("/proc/self/fd")
     except FileNotFoundError:
@@ -342,7 +342,7 @@ def _filesystem_type(fd: int) -> int:
 
 
 def is_mounted_by_itself(path: str) -> bool:
-    """Whether a file is the root of a mount (``mount --bind``), so that no other file can take its name.
+    """True if a file is the root of a mount (``mount --bind``), so that no other file can take its name.
 
     False where the kernel does not say (``statx``, STATX_ATTR_MOUNT_ROOT; Linux 5.8).
     """
@@ -378,7 +378,7 @@ def attributes_of(file: str | int) -> dict[str, bytes]:
 
 
 def direct_limits(fd: int) -> DirectLimits | None:
-    """What a file demands of direct I/O (``statx``, STATX_DIOALIGN; Linux 6.1); None if there is no direct I/O.
+    """Alignment that direct I/O of a file needs (``statx``, STATX_DIOALIGN; Linux 6.1); None without direct I/O.
 
     Where the kernel or the filesystem does not say, an alignment of 4096 is assumed; the first transfer may fail then.
     """

@@ -1,4 +1,4 @@
-"""How a program ends if what it prints cannot be written."""
+"""Exit statuses of a program whose output cannot be written."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def output_errors(program: str) -> Iterator[None]:
 
 
 def is_output_closed() -> bool:
-    """Whether whoever read standard output or standard error has closed it."""
+    """True if the reader of standard output or standard error has closed it."""
     poll = select.poll()
     for stream in _outputs():
         with suppress(io.UnsupportedOperation):  # a stream in memory

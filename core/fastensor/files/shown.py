@@ -1,4 +1,4 @@
-"""How objects show themselves: ``repr`` is short and exact, and has no secrets that a URL may carry."""
+"""``repr`` of our objects: short and exact, without the secrets that a URL may carry."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def nbytes_in(text: str) -> int:
 
 
 def unended(error: object) -> str:
-    """What an error says, without a full stop, so that words of ours can follow.
+    """Message of an error without its full stop, so that words of ours can follow.
 
     >>> unended(RuntimeError("size mismatch for weight.")), unended(RuntimeError("no device"))
     ('size mismatch for weight', 'no device')
@@ -102,7 +102,7 @@ def some_of(names: Sequence[str], most: int, show: Callable[[str], str] = str) -
 
 
 def human_rate(nbytes: float, seconds: float) -> str:
-    """How fast bytes were moved; empty if that took no time that could be measured.
+    """Bandwidth in words; empty if the time is too short to be measured.
 
     >>> human_rate(1 << 20, 0.5), human_rate(5, 0)
     ('2 MiB/s', '')
@@ -117,7 +117,7 @@ def _three_digits(amount: float) -> str:
 
 
 def is_worth_a_line(count: int) -> bool:
-    """Whether the log names an event: each of the first ten of its kind, then those whose number is a power of 2.
+    """True if the log names this event: each of the first ten of its kind, then those whose number is a power of 2.
 
     Args:
         count: how many there were, with this one.

@@ -35,7 +35,7 @@ class Packed:
     requires_grad: bool
     nbytes: int
     not_for_npy: str = ""
-    """Why NumPy's container cannot hold the tensor; empty if it can. torch's container can hold everything."""
+    """Reason for which NumPy's container cannot hold the tensor; empty if it can. torch's can hold everything."""
     planned: torch_zip.TorchZip | None = None
     """The plan of the file, if the tensor is not dense."""
 

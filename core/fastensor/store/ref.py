@@ -23,7 +23,7 @@ _NAME = re.compile(r"[0-9a-f]{32}\.(npy|pt)")
 @checks_keywords
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Where a :class:`TensorStore` keeps a tensor, and what the file does not say about the tensor.
+    """Reference to a tensor in a :class:`TensorStore`: its file, and what the file does not say about it.
 
     A ref is valid in every process, for every store of the same directory, until the tensor is deleted. It can be
     pickled, and consists of plain values:
@@ -67,7 +67,7 @@ class TensorRef:
 
     @property
     def plain(self) -> bool:
-        """Whether the tensor consists of its elements alone."""
+        """True if the tensor consists of its elements alone."""
         return self.kind in PLAIN_KINDS
 
     def torch_dtype(self) -> torch.dtype:

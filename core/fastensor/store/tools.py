@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """What a :class:`TensorStore` has done."""
+    """Counts of a :class:`TensorStore`'s transfers."""
 
     puts: int
     gets: int
@@ -60,9 +60,9 @@ class Ways:
 
     names: tuple[str, ...]
     choose: bool
-    """Whether the selector chooses among the backends. If not, they are tried in this order."""
+    """Let the selector choose among the backends; False tries them in this order."""
     learn: bool
-    """Whether the time is reported to the selector, as it always is if the selector chooses."""
+    """Report the time to the selector, as always if the selector chooses."""
 
 
 def container_of(backend: str) -> Format:

@@ -1,5 +1,6 @@
-"""For authors of backends and engines: the tests that each has to pass, and injected faults. Needs pytest; the rest of
-the package does not import this."""
+"""Conformance tests for authors of backends (``backends.py``) and engines of the data service (``provision.py``), and
+injected faults (``faults.py``, by the intercepted system calls of ``calls.py``). Needs pytest; no other part imports
+this."""
 
 from fastensor.testing.backends import BackendTests
 from fastensor.testing.faults import Fault, failing_call, short_call

@@ -56,13 +56,12 @@ class BackendTests:
     """A backend writes exactly the image, reads exactly the file, and leaves nothing behind when it fails."""
 
     uses_os = True
-    """Whether functions of :mod:`os` move the bytes, so that tests can make them fail. Calls of a library cannot be
-    made to fail."""
+    """True if functions of :mod:`os` move the bytes: tests make these fail, not calls of a library."""
     survives_fork = True
-    """Whether the backend works in a forked child of a process that has used it. If not, it is pickled for a process of
-    its own."""
+    """True if the backend works in a forked child of a process that has used it. Otherwise the test pickles it for a
+    process of its own."""
     may_be_missing = True
-    """Whether tests are skipped if the backend is not available, or cannot use pytest's folder."""
+    """Skip the tests if the backend is not available, or cannot use pytest's folder."""
 
     @pytest.fixture
     def backend(self) -> Backend:
@@ -313,7 +312,7 @@ class BackendTests:
 
 
 def _measure_memory(backend: Backend, path: str, extra_nbytes: int) -> None:
-    """For a process of its own. A first save loads what is loaded once."""
+    """Assert that a second save takes no more memory, in a process of its own: a first save loads modules."""
     fd = os.open(path, os.O_RDWR)
     backend.write(make_source(1), fd)
     assert _extra_nbytes(backend, make_source(2 * LARGE_NBYTES), fd) < extra_nbytes + _SLACK_NBYTES

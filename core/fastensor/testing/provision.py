@@ -52,7 +52,7 @@ class CountedSource:
         return [np.full(500, int(position), np.float32) for position in positions]
 
     def reads(self) -> int:
-        """How many samples were read so far."""
+        """Number of samples that were read so far."""
         path = self._folder / "reads"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
@@ -104,7 +104,7 @@ class ProvisionTests:
 
     @pytest.fixture
     def source(self, tmp_path: Path) -> CountedSource:
-        """What is read."""
+        """The source of the service."""
         return CountedSource(tmp_path)
 
     def test_batches_are_those_of_the_plan_from_epoch_to_epoch(self, start: StartEngine, source: CountedSource) -> None:
@@ -251,7 +251,7 @@ class ProvisionTests:
 
 
 def next_of(feed: Feed) -> Pushed:
-    """What comes next; it has to."""
+    """Next item of a feed; fails if there is none."""
     pushed = feed.pushed(SECONDS)
     assert pushed is not None, "nothing was pushed"
     return pushed
@@ -260,7 +260,7 @@ def next_of(feed: Feed) -> Pushed:
 def take_values(
     feed: Feed, generation: int, count: int, *, begin: int = 0, arrived: dict[int, Any] | None = None
 ) -> list[Any]:
-    """So many batches of a generation, in order, as a loader takes them.
+    """The next ``count`` batches of a generation, in order, as a loader takes them.
 
     Args:
         arrived: batches that came before those in front of them. Give the same to calls that go on with a generation.
@@ -282,7 +282,7 @@ def take(feed: Feed, generation: int, count: int, **options: Any) -> list[list[i
 
 
 def rows(batches: list[Any]) -> list[tuple[float, ...]]:
-    """Of each sample its number, and what transforms have drawn."""
+    """Number of each sample, and the random numbers that its transforms have drawn."""
     return [
         row
         for batch in batches
