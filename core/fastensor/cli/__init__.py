@@ -1,4 +1,5 @@
-"""The command line. ``main`` is the program ``fastensor``; ``fastensor --help`` lists its commands."""
+"""The command line: ``main`` is the program ``fastensor``. ``commands/`` declares arguments and imports nothing heavy;
+a module for each command, such as ``convert.py``, does the work; ``checkup/`` is for ``fastensor doctor``."""
 
 from fastensor.cli.main import main
 

@@ -1,4 +1,4 @@
-"""What ``fastensor convert`` does."""
+"""``fastensor convert``."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def _check_target(source: str, target: str, *, force: bool) -> None:
 
 
 def _is_inside(target: str, source: str) -> bool:
-    """Whether the target is a file in the directory of the source: one of its parts."""
+    """True if the target is a file in the directory of the source: one of its parts."""
     return os.path.isdir(source) and os.path.exists(target) and Path(source).resolve() in Path(target).resolve().parents
 
 
 def _holds_something(target: str) -> bool:
-    """Whether there is a file, or a directory with a distributed checkpoint in it."""
+    """True if there is a file, or a directory with a distributed checkpoint in it."""
     found = locate(target)
     if isinstance(found, RemotePath):
         return bool(found.filesystem.exists(found.path))

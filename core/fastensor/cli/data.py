@@ -1,4 +1,4 @@
-"""What ``fastensor data index|inspect`` does."""
+"""``fastensor data index`` and ``inspect``."""
 
 from __future__ import annotations
 

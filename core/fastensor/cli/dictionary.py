@@ -1,4 +1,4 @@
-"""What ``fastensor dictionary show|export|import|clear|plot`` does."""
+"""``fastensor dictionary show``, ``export``, ``import``, ``clear`` and ``plot``."""
 
 from __future__ import annotations
 

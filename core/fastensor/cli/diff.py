@@ -1,4 +1,4 @@
-"""What ``fastensor diff`` does."""
+"""``fastensor diff``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``fastensor doctor`` does."""
+"""``fastensor doctor``."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class DictionaryState:
     path: str
     """The file of the dictionary."""
     exists: bool
-    """Whether the file can be seen."""
+    """True if the file can be seen."""
     explores: bool
-    """Whether ``backend="auto"`` tries backends to measure them."""
+    """True if ``backend="auto"`` tries backends to measure them."""
     error: str
-    """Why the file cannot be read; empty if it can, or is missing."""
+    """Reason for which the file cannot be read; empty if it can, or is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class _Silence:
         """The speed of one backend for one size."""
 
     def end(self, choices: Sequence[Chosen], advice: Sequence[Advice]) -> None:
-        """What would be chosen, and what is wrong."""
+        """Take the choices of ``backend="auto"``, and the advice."""
 
 
 class _Printer(_Silence):

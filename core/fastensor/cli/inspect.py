@@ -1,4 +1,4 @@
-"""What ``fastensor inspect`` does."""
+"""``fastensor inspect``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GROUPS = ("tensors", "parameters", "dtype", "size")
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What is shown of a file."""
+    """Tensors and values of a file that are shown."""
 
     found: Inspection
     tensors: list[TensorInfo]
@@ -60,7 +60,7 @@ def run(files: Sequence[str], *, keys: Sequence[str] | None, depth: int | None, 
 
 
 def _view(found: Inspection, keys: Sequence[str] | None, depth: int | None) -> _View:
-    """What the keys choose of a file."""
+    """Choose the tensors and values of a file whose keys match."""
     if not keys:
         return _View(found, [*found.tensors], found.others, depth)
     leaves = [*(tensor.name for tensor in found.tensors), *found.others]

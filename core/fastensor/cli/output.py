@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 OK, FAILED, USAGE, UNCHECKED, FOREIGN_CODE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 _PATIENCE_SECONDS = 1.0
-"""What takes less is done before anyone has read a progress bar."""
+"""Seconds without a progress bar: shorter work is done before anyone has read one."""
 _REFRESH_SECONDS = 0.1
 _TITLE_CHARACTERS = 30
 _NO_STYLES: Mapping[str, str] = {}

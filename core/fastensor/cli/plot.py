@@ -23,7 +23,7 @@ class Point(NamedTuple):
     nbytes: int
     bytes_per_second: float
     best: bool
-    """Whether no backend is faster."""
+    """True if no backend is faster."""
 
 
 def lines(dictionary: Dictionary) -> dict[Context, dict[str, list[Point]]]:

@@ -1,4 +1,4 @@
-"""What ``fastensor provision up|status|down`` does.
+"""``fastensor provision up``, ``status`` and ``down``.
 
 A service runs as long as somebody uses it. So the program that has started one keeps it, as its client. It listens on a
 Unix socket without a file, whose name says whose it is; there it is asked for the address, and told to end.
@@ -47,7 +47,7 @@ _MOST_CONNECTED = 64
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to be served, in the words of the command line."""
+    """Arguments of ``provision up``: the source and the options of the service."""
 
     source: str
     cache_nbytes: int
@@ -122,7 +122,8 @@ def up_detached(wanted: Wanted) -> int:
 
 
 def keep_detached() -> None:
-    """What the other process runs. Its arguments are a descriptor for the address, and what is wanted."""
+    """Main function of the detached process. Its arguments are a descriptor for the address, and those of the
+    service."""
 
     def started(address: str) -> None:
         with open(int(sys.argv[1]), "w") as out:
@@ -252,7 +253,7 @@ def _keep(service: DataService, started: Callable[[str], None], connected: list[
 
 
 def _accepted(listener: socket.socket) -> Connection | None:
-    """Who has connected; None if it has gone, or no descriptor is free for it.
+    """Accept a connection; None if the other side has gone, or no descriptor is free for it.
 
     Raises:
         OSError: the listener is of no use any more.
@@ -359,7 +360,7 @@ def _row(loader: Mapping[str, Any]) -> list[str]:
 
 
 def _health(found: Mapping[str, Any]) -> str:
-    """Whether the processes are well."""
+    """Words for the state of the service's processes."""
     if "servers" in found:
         silent = [str(one["number"]) for one in found["servers"] if one["pid"] is None]
         words = f"{', '.join(silent)} do not answer" if silent else "all answer"

@@ -1,4 +1,4 @@
-"""What ``fastensor tune`` does."""
+"""``fastensor tune``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the values of flags mean. Imports nothing heavy: a mistake is told at once."""
+"""Parsing the values of flags. Imports nothing heavy, so that errors come at once."""
 
 from __future__ import annotations
 

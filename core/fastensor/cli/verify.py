@@ -1,4 +1,4 @@
-"""What ``fastensor verify`` does."""
+"""``fastensor verify``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Training data from LMDB, read at the speed of the disk, in any order that is known ahead."""
+"""Training data from LMDB, read at the speed of the disk, in any order that is known ahead. Begin with ``loader.py``
+and ``dataset.py``, which users call. ``plan.py`` says which samples a rank takes when, ``reading.py`` reads batches
+ahead by one of ``engines/``, ``pages.py`` and ``walk.py`` parse LMDB's pages for ``index.py``, and ``node/`` is one
+reader for all processes of a machine."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def kept_or_built(
 
 
 def _places(path: str, name: bytes | None, sidecar: Sidecar) -> list[str]:
-    """Where a sidecar may be, the best place first."""
+    """Paths of a sidecar, the best one first."""
     if sidecar is False:
         return []
     if sidecar is True:

@@ -21,12 +21,12 @@ _MEASURED = 4096
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """Where values lie in a file, in the order in which they are wanted. Extents may overlap, be equal, or be empty."""
+    """Extents of values in a file, in the order in which they are wanted. They may overlap, be equal, or be empty."""
 
     offsets: Integers
-    """Where each value begins, in bytes."""
+    """Offset of each value, in bytes."""
     lengths: Integers
-    """How many bytes it has."""
+    """Bytes of each value."""
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -35,7 +35,7 @@ class Extents:
 @checks_keywords
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """What is read together. Sizes are in bytes, or texts (``"64KiB"``), which become numbers.
+    """Limits of reads that bring several values. Sizes are in bytes, or texts (``"64KiB"``), which become numbers.
 
     Raises:
         TypeError, ValueError: a size is none, or too small.
@@ -61,13 +61,13 @@ class Reads:
     """Reads of a file that bring all values of :class:`Extents`. They are in the order in which they are needed."""
 
     offsets: Integers
-    """Where each read begins: multiples of the alignment."""
+    """Offset of each read, a multiple of the alignment."""
     lengths: Integers
-    """How many bytes it has, a multiple of the alignment. So the last read may reach beyond the end of the file."""
+    """Bytes of each read, a multiple of the alignment. So the last read may reach beyond the end of the file."""
     read_of: Integers
-    """For each value the number of the read that holds it."""
+    """Number of the read that holds each value."""
     begin_in_read: Integers
-    """For each value where in that read it begins."""
+    """Offset of each value in that read."""
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -112,7 +112,7 @@ def coalesce(extents: Extents, merging: Merging, *, alignment: int = 1) -> Reads
 
 
 def _first_of_reads(begins: Integers, ends: Integers, merging: Merging) -> npt.NDArray[np.bool_]:
-    """For each value, sorted by offset, whether a read begins with it."""
+    """Flags of the values, sorted by offset, with which a read begins."""
     is_first = np.ones(len(begins), np.bool_)
     is_first[1:] = begins[1:] - np.maximum.accumulate(ends)[:-1] > merging.gap_nbytes
     run_begins = begins[is_first][np.cumsum(is_first) - 1]

@@ -25,7 +25,7 @@ NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Message(NamedTuple):
-    """What was received."""
+    """A message that was received."""
 
     kind: int
     """A number of the sender's choice, from 0 to 255."""
@@ -60,7 +60,7 @@ class Connection:
         self._hang_up = weakref.finalize(self, _hang_up, endpoint, os.getpid())
         self._hang_up.atexit = False  # the kernel closes it then
         self._unsent: deque[tuple[memoryview, int | None]] = deque()
-        """What the kernel has not taken, and a descriptor that goes with it."""
+        """Bytes that the kernel has not taken, and a descriptor that goes with them."""
         self._head = bytearray(_HEAD.size)
         self._kind = 0
         self._into: memoryview | None = None

@@ -109,7 +109,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
             raise ValueError("a node reader reads to memory that processes share, not to a GPU: use another engine")
         self._strategy = Strategy(engine, merging or Merging(), staggering)
         self.index = source if isinstance(source, LmdbIndex) else LmdbIndex.open(source, db)
-        """Where the records are."""
+        """Index of the records."""
         self.decode = decode
         self.read_ahead_nbytes = read_ahead_nbytes
         self._node = NodeReader() if reader == "node" else None

@@ -125,7 +125,7 @@ def image_tensor(value: BytesLike) -> torch.Tensor:
 
 
 def msgpack(value: BytesLike) -> Any:
-    """What ``msgpack.packb`` has packed (the extra ``msgpack``).
+    """Decode a value that ``msgpack.packb`` has packed (the extra ``msgpack``).
 
     Raises:
         ValueError: the value is not a message of msgpack.
@@ -134,7 +134,8 @@ def msgpack(value: BytesLike) -> Any:
 
 
 def unpickle(value: BytesLike) -> Any:
-    """What :func:`pickle.dumps` has pickled. Only for databases that you trust: a pickle can run any code."""
+    """Decode a value that :func:`pickle.dumps` has pickled. Only for databases that you trust: a pickle can run any
+    code."""
     return pickle.loads(value)
 
 

@@ -1,4 +1,4 @@
-"""What loaders of epochs that can be resumed have in common: how far they have come, and their state."""
+"""Base of loaders of epochs that can be resumed: progress, and state dicts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _logger = logging.getLogger("fastensor")
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far an epoch has come. The same on all ranks."""
+    """Progress of an epoch, the same on all ranks."""
 
     epoch: int = 0
     consumed: int = 0
@@ -56,7 +56,7 @@ class EpochLoader(ABC):
     """
 
     _kind: ClassVar[str]
-    """What a state is of, for people."""
+    """Name of the loader in messages about its state."""
 
     def __init__(self, plan: EpochPlan, *, ranks: tuple[int, int] | None, on_error: OnError = "raise") -> None:
         check_word(on_error, "on_error", get_args(OnError))
@@ -65,13 +65,13 @@ class EpochLoader(ABC):
         self._on_error: OnError = on_error
         self._progress = Progress()
         self._begins_here = True
-        """Whether the next iteration begins at the progress, because no batch of that epoch was given out since."""
+        """True if the next iteration begins at the progress, because no batch of that epoch was given out since."""
         self._iteration = 0
         """The number of the only iteration that may go on. It has another number when the loader is told to go on
         elsewhere, after the iteration has begun."""
         self._skipped = 0
         self._told_batches = 0
-        """What ``len`` has said last."""
+        """Latest result of ``len``."""
 
     @shown
     def __repr__(self) -> str:
@@ -87,10 +87,10 @@ class EpochLoader(ABC):
 
     @abstractmethod
     def _has_taken(self, error: BaseException) -> bool:
-        """Whether the batch that was to come counts as given out, when its iterator has raised an error."""
+        """True if the batch that was to come counts as given out, when its iterator has raised an error."""
 
     def _goes_on(self, error: BaseException) -> bool:
-        """Whether an iterator of :meth:`_batches_of` that has raised an error goes on with the batch after that one."""
+        """True if an iterator of :meth:`_batches_of` that has raised an error goes on with the batch after that one."""
         return False
 
     def _give_up(self) -> None:  # noqa: B027  # most loaders keep nothing of an iterator
@@ -103,7 +103,7 @@ class EpochLoader(ABC):
 
     @property
     def plan(self) -> EpochPlan:
-        """Which samples this rank takes now."""
+        """Plan of the samples that this rank takes."""
         rank, world_size = self._ranks or ranks_of_job()
         return replace(self._base_plan, rank=rank, world_size=world_size)
 
@@ -114,7 +114,7 @@ class EpochLoader(ABC):
 
     @property
     def progress(self) -> Progress:
-        """How far the epoch of the last batch has come."""
+        """Progress of the epoch of the last batch."""
         return self._progress
 
     @property
@@ -158,7 +158,7 @@ class EpochLoader(ABC):
         self._begins_here = True
 
     def state_dict(self) -> dict[str, int | str]:
-        """Where the epoch is, and what order it has. The same on all ranks after the same number of batches.
+        """State of the epoch: its progress and its order. The same on all ranks after the same number of batches.
 
         Batches count from when they are given out, whatever was read ahead by then.
         """
@@ -194,7 +194,7 @@ class EpochLoader(ABC):
         self._progress = progress
 
     def _progress_in(self, state: Mapping[str, Any]) -> Progress:
-        """What a state says about the progress.
+        """Progress in a state dict.
 
         Raises:
             ValueError: that cannot be.
@@ -227,7 +227,7 @@ class EpochLoader(ABC):
                 )
 
     def _order(self) -> dict[str, int | str]:
-        """What the order of an epoch depends on."""
+        """Values on which the order of an epoch depends."""
         plan = self._base_plan
         order: dict[str, int | str] = {"content": self._content, "seed": plan.seed, "shuffle": plan.shuffle}
         if plan.shuffle == "block":
@@ -281,7 +281,7 @@ class Iteration(Iterator[Any]):
 
     @property
     def _is_left(self) -> bool:
-        """Whether there are more batches."""
+        """True if there are more batches."""
         return self._plan.steps(self._loader._progress.consumed) > 0
 
     def _check_is_last(self) -> None:

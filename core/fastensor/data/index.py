@@ -1,4 +1,4 @@
-"""Where each record of an LMDB database is in its file."""
+"""Index of an LMDB database: offsets and lengths of its records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fastensor.files.words import counted
 
 @checks_keywords
 class LmdbIndex:
-    """Where each record of an LMDB database is in its file, in the order of the database. Immutable.
+    """Index of an LMDB database: the offset of each record in the file, in the order of the database. Immutable.
 
     The arrays are mapped, so processes share their memory. Any thread may use an index, and a forked child may. A
     pickled index names its file: whoever unpickles it opens the same file, and gets an error if the data has changed.
@@ -38,7 +38,7 @@ class LmdbIndex:
     path: str
     """The data file."""
     offsets: Ints
-    """Where value i begins in the file, in bytes: int64, read-only, one for each record."""
+    """Offset of each value in the file, in bytes: int64, read-only."""
     lengths: Ints
     """The bytes of value i: int64, read-only, one for each record."""
     sidecar: str | None
@@ -263,7 +263,7 @@ def _fingerprint(snapshot: Snapshot, tree: Tree) -> str:
 
 
 def _order(tree: Tree) -> Any:
-    """What keys of a database are sorted by."""
+    """Sort key that gives a database's order of keys."""
     if tree.flags & REVERSE_KEY:
         return lambda key: key[::-1]
     if tree.flags & INTEGER_KEY:

@@ -1,4 +1,4 @@
-"""What is in an LMDB file, for the command line."""
+"""Contents of an LMDB file, for the command line."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ _BLOCK_NBYTES = 256 << 10
 _BLOCKS_PER_GROUP = 64
 _FEWEST_AHEAD = 2
 _MOST_AHEAD = 1024
-"""How many batches a worker knows ahead."""
+"""Batches that a worker knows ahead."""
 _BY_WORKER = "in DataLoader worker process"
-"""What torch adds to an error that a worker has raised, and that has not ended it."""
+"""Words that torch adds to an error of a worker that goes on."""
 
 
 class _Rest:

@@ -24,7 +24,7 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 HEAD_NBYTES = 24 + 136
 """The bytes of a meta page that say everything, in both versions."""
 TXNID_OFFSET = 128
-"""Where the number of the transaction is in a meta page, from the end of its header."""
+"""Offset of the transaction's number in a meta page, from the end of its header."""
 META_PAGES = 2
 NO_PAGE = 2**64 - 1
 MOST_LEVELS = 32
@@ -43,7 +43,7 @@ _TREE_NBYTES = 48
 _MOST_PAGE_NBYTES = 1 << 16
 _KEY_LENGTH_BITS = 16
 MOST_FILE_NBYTES = 1 << (64 - _KEY_LENGTH_BITS)
-"""Where a key is in a larger file does not fit into 8 bytes with the length of the key."""
+"""Largest file in which 8 bytes hold the offset and the length of a key."""
 
 
 class Tree(NamedTuple):
@@ -70,17 +70,17 @@ class Tree(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What distinguishes LMDB's data versions."""
+    """Layout of pages that distinguishes LMDB's data versions."""
 
     version: int
     header_nbytes: int
     """The size of a page header."""
     node_base: int
-    """What the pointers to nodes count from, and ``lower`` and ``upper`` with them."""
+    """Offset from which pointers to nodes count, and ``lower`` and ``upper`` with them."""
     reference_nbytes: int
     """The size of a node's reference to overflow pages."""
     has_txnid: bool
-    """Whether page headers carry the number of the transaction that wrote the page."""
+    """True if page headers carry the number of the transaction that wrote the page."""
 
 
 _FORMATS = {1: Format(1, 16, 0, 8, False), 3: Format(3, 24, 24, 24, True)}
@@ -196,7 +196,7 @@ class Pages:
 
     block: Block
     starts: Ints
-    """Where each begins in the block."""
+    """Offset of each page in the block."""
     spans: Ints
     """The bytes that each has."""
     numbers: Ints
@@ -254,9 +254,9 @@ class Nodes(NamedTuple):
     owner: Ints
     """The position of the page that each node is on."""
     starts: Ints
-    """Where each node begins in the block."""
+    """Offset of each node in the block."""
     ends: Ints
-    """Where the page of each node ends in the block."""
+    """End of each node's page in the block."""
 
 
 def nodes(pages: Pages) -> Nodes:
@@ -312,7 +312,7 @@ class Keys(NamedTuple):
     owner: Ints
     """The position of the page that each is on."""
     offsets: Ints
-    """Where each begins, from the start of the block."""
+    """Offset of each key, from the start of the block."""
     lengths: Ints
     """Their bytes."""
 
@@ -370,15 +370,15 @@ class Leaves(NamedTuple):
     owner: Ints
     """The position of the page that each node is on."""
     key_offsets: Ints
-    """Where each key begins in the file."""
+    """Offset of each key in the file."""
     key_lengths: Ints
     offsets: Ints
-    """Where each value begins in the file; of a key with several, where its sub-page or tree record does."""
+    """Offset of each value in the file; of a key with several, that of its sub-page or tree record."""
     lengths: Ints
     is_tree: Flags
-    """Whether the value is the record of a tree."""
+    """True if the value is the record of a tree."""
     has_duplicates: Flags
-    """Whether the key has several values."""
+    """True if the key has several values."""
 
 
 def leaves(pages: Pages) -> Leaves:
@@ -414,7 +414,7 @@ def leaves(pages: Pages) -> Leaves:
 
 
 def pack_keys(offsets: Ints, lengths: Ints) -> npt.NDArray[np.uint64]:
-    """Where keys are in the file, in 8 bytes each: 48 bits of offset, 16 of length."""
+    """Pack the offset of each key in the file (48 bits) and its length (16 bits) into 8 bytes."""
     return (offsets.astype(np.uint64) << np.uint64(_KEY_LENGTH_BITS)) | lengths.astype(np.uint64)
 
 

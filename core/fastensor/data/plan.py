@@ -18,7 +18,7 @@ import numpy.typing as npt
 from fastensor.files.arguments import check_whole, checks_keywords
 
 Shuffle: TypeAlias = Literal["full", "block", "none"]
-"""How an epoch is shuffled; see :class:`EpochPlan`."""
+"""Shuffling of an epoch; see :class:`EpochPlan`."""
 Positions: TypeAlias = npt.NDArray[np.int64]
 """Positions of samples in the dataset, from 0."""
 
@@ -29,7 +29,7 @@ _LEAST = {"n": 0, "seed": 0, "batch_size": 1, "world_size": 1, "rank": 0, "block
 @checks_keywords
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
-    """Which samples each rank takes in each step of an epoch. Each sample is taken once per epoch, by one rank.
+    """The samples that each rank takes in each step of an epoch. Each sample is taken once per epoch, by one rank.
 
     All ranks take the same number of steps. Without ``drop_last``, the last step divides the samples that are left
     evenly: the ranks' batches differ by one sample at most. If fewer samples than ranks are left, ranks that would get
@@ -69,7 +69,7 @@ class EpochPlan:
     rank: int = 0
     """The rank that :meth:`batches` is for."""
     drop_last: bool = False
-    """Whether samples that are left over at the end, too few for a whole step, are not taken at all."""
+    """Leave out samples at the end that are too few for a whole step."""
     block_size: int = 256
     """Samples of a block. Only ``"block"`` and :attr:`mixing` use it."""
     blocks_per_group: int = 32
@@ -109,12 +109,12 @@ class EpochPlan:
         return order[order < self.n]
 
     def steps(self, consumed: int = 0) -> int:
-        """How many steps the rest of an epoch has, of which ``consumed`` samples have been taken, by all ranks."""
+        """Number of steps of the rest of an epoch, after all ranks have taken ``consumed`` samples."""
         left = self.n - consumed
         return left // self.step_size if self.drop_last else -(-left // self.step_size)
 
     def consumed_after(self, steps: int, consumed: int = 0) -> int:
-        """How many samples of an epoch all ranks together have taken after ``steps`` more steps."""
+        """Number of samples of an epoch that all ranks together have taken after ``steps`` more steps."""
         return min(consumed + steps * self.step_size, self.n)
 
     def batches(self, epoch: int, consumed: int = 0, *, order: Positions | None = None) -> Iterator[Positions]:
@@ -133,9 +133,9 @@ class EpochPlan:
 
     @property
     def mixing(self) -> float:
-        """How many different blocks the samples of a step come from, as a part of what full shuffling gives: 1 is as
-        good. For an average step; borders of groups and a shorter last block are left out of account. Without
-        shuffling, blocks are taken to be at least as large as a step.
+        """Number of different blocks that the samples of a step come from, relative to full shuffling: 1 is as good.
+        For an average step; borders of groups and a shorter last block are left out of account. Without shuffling,
+        blocks are taken to be at least as large as a step.
 
         It matters if the dataset is sorted, such as by class: a step sees fewer classes the less is mixed.
         """
@@ -164,7 +164,7 @@ def _permutation(rng: np.random.RandomState, n: int) -> Positions:
 
 
 def _distinct_blocks(blocks: int, block_size: int, drawn: int) -> float:
-    """How many different blocks ``drawn`` samples come from on average, drawn at random without repetition."""
+    """Average number of different blocks that ``drawn`` samples come from, drawn at random without repetition."""
     total = blocks * block_size
     if drawn > total - block_size:  # no block can be missed
         return float(blocks)

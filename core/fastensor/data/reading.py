@@ -25,7 +25,7 @@ from fastensor.files import posix
 READ_AHEAD_NBYTES = 32 << 20
 _LEAST_RING_NBYTES = 1 << 20
 _LEAST_BROUGHT_NBYTES = 4 << 10
-"""What is brought for a value that is smaller: pages are read as a whole, and kept until their values are taken."""
+"""Least bytes that a value brings: pages are read as a whole, and kept until their values are taken."""
 _CHOICES_PER_PASS = 8
 _LEAST_VALUES_PER_CHOICE = 1024
 _FIRST_CHOICE_SOONER = 2
@@ -89,7 +89,7 @@ class ValueReader:
         self._sweeps = sweeps and small and self._chooses and strategy.staggering is None
         self._engine = self._open()
         self._interrupted = False
-        """Whether an interrupt, or want of memory, has cut the engine short, so that its next values may be lost."""
+        """True if an interrupt, or want of memory, has cut the engine short, so that its next values may be lost."""
         self._expected: deque[bytes] = deque()
         """Batches that were announced and not begun, by keys as in ``_Begun``."""
         self._begun: deque[_Begun] = deque()
@@ -103,8 +103,8 @@ class ValueReader:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether it is of use to announce batches: the engine that is in use brings them before they are wanted, or
-        one may that is chosen later."""
+        """True if announced batches are read ahead, by the engine that is in use, or by one that may be chosen
+        later."""
         return self._engine.reads_ahead or self._chooses
 
     @property
@@ -161,7 +161,7 @@ class ValueReader:
         self._engine.close()
 
     def _fetch_of(self, positions: Positions) -> tuple[Fetch, int, int]:
-        """What brings these values: a fetch that has begun, if they were announced."""
+        """Fetch of these values, already begun if they were announced."""
         key = positions.tobytes()
         for number, begun in enumerate(self._begun):
             if begun.key == key:

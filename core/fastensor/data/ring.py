@@ -42,7 +42,7 @@ def aligned(nbytes: int) -> int:
 
 
 class RingSpace:
-    """Which bytes of a ring are free. Touches no memory of the ring.
+    """Allocator of slots in a ring. Touches no memory of the ring.
 
     >>> space = RingSpace(256)
     >>> [space.take(100), space.take(100), space.take(1)]
@@ -56,11 +56,11 @@ class RingSpace:
         self.nbytes = nbytes // ALIGNMENT * ALIGNMENT
         """Bytes of the ring that can be used."""
         self._next = 0
-        """Where the next slot begins, if there is room."""
+        """Offset of the next slot, if there is room."""
         self._begins: list[int] = []
-        """Where the slots in use begin, sorted."""
+        """Offsets of the slots in use, sorted."""
         self._ends: dict[int, int] = {}
-        """Where the slot that begins here ends."""
+        """End of each slot in use, by its offset."""
 
     @property
     def used_nbytes(self) -> int:
@@ -123,7 +123,7 @@ class RingSpace:
 
 
 class Slot(NamedTuple):
-    """Where bytes are in a ring. The writer sends this to the reader."""
+    """Extent of bytes in a ring. The writer sends this to the reader."""
 
     sequence: int
     offset: int

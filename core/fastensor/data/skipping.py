@@ -17,7 +17,7 @@ from fastensor.errors import BackendUnavailableError, CorruptDatasetError, Datas
 T = TypeVar("T")
 
 OnError: TypeAlias = Literal["raise", "skip"]
-"""What becomes of a sample that cannot be made: its error is raised in place of the batch, or it is left out."""
+"""Treatment of a sample that cannot be made: its error is raised in place of the batch, or it is left out."""
 _OF_ALL = (BackendUnavailableError, CorruptDatasetError, DatasetChangedError, MemoryError, NodeReaderError)
 _NUMBERS_OF_ALL = frozenset(
     {
@@ -28,7 +28,7 @@ _NUMBERS_OF_ALL = frozenset(
 )
 """The ``errno`` of ``OSError``s that are the fault of no single sample, so that no sample is skipped for them."""
 _SUBSTITUTES = 16
-"""So many samples are tried in place of those of a batch that has none left."""
+"""Number of samples that are tried in place of those of a batch that has none left."""
 _REASON_LENGTH = 300
 
 
@@ -41,7 +41,7 @@ class Skipped(NamedTuple):
 
 
 def concerns_all(error: BaseException) -> bool:
-    """Whether an error is one of all samples, and not of the one that has raised it: none is left out for it.
+    """True if an error is one of all samples, and not of the one that has raised it: none is left out for it.
 
     Decoders, which say what is wrong with a file, raise OSError without a number; so the number tells them apart from
     the operating system. A file that is missing or may not be read is that sample's error.

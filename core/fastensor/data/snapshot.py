@@ -18,7 +18,7 @@ from fastensor.files import posix
 
 T = TypeVar("T")
 _ATTEMPTS = 3
-"""How often a file that changes while it is read is read."""
+"""Attempts to read a file that changes meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class Snapshot:
         return Geometry(self.path, meta.format, meta.page_size, pages, meta.txnid)
 
     def is_of(self, fd: int) -> bool:
-        """Whether this is a state of the file, at some time."""
+        """True if this is a state of the file, at some time."""
         return os.fstat(fd).st_ino == self.inode
 
     def is_current(self, fd: int) -> bool:
-        """Whether this is the state of the file now.
+        """True if this is the state of the file now.
 
         Commits are seen by their numbers: the time of change comes from a clock that ticks some hundred times a second,
         and, of what is written through a map, much later. It shows that another file was copied over this one.
@@ -135,8 +135,8 @@ def take(fd: int, path: str, txnid: int | None = None) -> Snapshot:
 
 
 def read_unchanged(fd: int, path: str, read: Callable[[Snapshot], T]) -> tuple[Snapshot, T]:
-    """What a function finds in the newest snapshot of a file, and that snapshot. If the file is written to meanwhile,
-    the function is called again.
+    """Call a function with the newest snapshot of a file; returns its result and that snapshot. If the file is written
+    to meanwhile, the function is called again.
 
     Raises:
         DatasetChangedError: the file was written to each time.

@@ -32,7 +32,7 @@ _logger = logging.getLogger("fastensor")
 @checks_keywords
 @dataclass(frozen=True, slots=True)
 class Staggering:
-    """How many processes may read at a time. The same in all of them.
+    """Turns of processes that read a file. All of them get the same.
 
     There are ``active`` tokens. A process that wants to read draws a number from the store. Number i gets the token
     that number ``i - active`` has had, once that one has passed it on. So tokens go to those that wait, in the order in
@@ -48,7 +48,7 @@ class Staggering:
     store: str = ""
     """``host:port`` of a ``TCPStore``. By default that of the job, which ``MASTER_ADDR`` and ``MASTER_PORT`` name."""
     timeout: float = 30.0
-    """For how many seconds a process may hold a token, before it is taken for dead."""
+    """Seconds for which a process may hold a token, before it is taken for dead."""
     name: str = "fastensor/staggering"
     """Processes with the same name take turns with each other."""
 
@@ -114,7 +114,7 @@ class Tokens:
         self._store = PrefixStore(f"{self._staggering.name}/{self._staggering.active}/", store)
 
     def _ask(self, call: Callable[..., T], *arguments: Any) -> T:
-        """What the store answers.
+        """Answer of the store to a call.
 
         Raises:
             RuntimeError: it cannot be reached, or has waited in vain.

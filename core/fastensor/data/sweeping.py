@@ -28,7 +28,7 @@ may want it."""
 
 
 def fits(nbytes: float, available: int) -> bool:
-    """Whether the page cache can take so many bytes.
+    """True if the page cache can take ``nbytes``.
 
     Args:
         nbytes: what it does not have yet of a file, and :func:`swept_nbytes`.
@@ -41,7 +41,7 @@ def fits(nbytes: float, available: int) -> bool:
 
 
 def swept_nbytes(*, besides: int, before: Sweep | None = None) -> int:
-    """What sweeps of this process take of the page cache, if their files are still read: those pages are to stay.
+    """Bytes of the page cache that sweeps of this process take, if their files are still read: those pages are to stay.
 
     Args:
         besides: a descriptor of the file that does not count.
@@ -88,7 +88,7 @@ class Sweep:
     def __init__(self, fd: int, nbytes: int) -> None:
         self.file = _identity(fd)
         self.nbytes = nbytes
-        """What it takes of the page cache: its file, and after its end what it has asked for."""
+        """Bytes of the page cache that it takes: its file, and after its end what it has asked for."""
         self._fd = os.dup(fd)
         _sweeps[id(self)] = self
         self._stopped = False
@@ -101,7 +101,7 @@ class Sweep:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will be asked for. Some of what was may still be on its way."""
+        """True if nothing more will be asked for. Some of what was may still be on its way."""
         return not self._thread.is_alive()
 
     def stop(self) -> None:

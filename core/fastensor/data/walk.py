@@ -49,11 +49,11 @@ class Records(NamedTuple):
     """Records in the order of the database."""
 
     offsets: Ints
-    """Where each value begins in the file."""
+    """Offset of each value in the file."""
     lengths: Ints
     """The bytes of each value."""
     keys: npt.NDArray[np.uint64]
-    """Where each key is in the file, see :func:`fastensor.data.pages.pack_keys`."""
+    """Packed place of each key in the file, see :func:`fastensor.data.pages.pack_keys`."""
     databases: Ints
     """Positions of the records whose values are records of named databases."""
 

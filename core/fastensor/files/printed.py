@@ -1,4 +1,4 @@
-"""Exit statuses of a program whose output cannot be written."""
+"""End of a program whose output cannot be written, as Unix tools end."""
 
 from __future__ import annotations
 

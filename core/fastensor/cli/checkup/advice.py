@@ -14,7 +14,7 @@ class Advice:
     """An error means that nothing can be saved there, or that it would not come back."""
     found: str
     todo: str
-    """What to do about it."""
+    """Action that the user can take."""
 
     def __str__(self) -> str:
         return f"{self.level}: {self.found}; {self.todo}"

@@ -33,10 +33,10 @@ class Space:
     """The space of the filesystem (``statvfs``). Quotas show only where the filesystem counts them in."""
 
     free_nbytes: int
-    """What this user can still write."""
+    """Free bytes for this user."""
     total_nbytes: int
     files_left: int | None
-    """How many more files there can be; None if there is no such limit."""
+    """Number of files that can still be made; None without such a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class DirectIO:
 
     accepted: bool
     reason: str
-    """Why the filesystem does not accept them; empty if it does."""
+    """Reason for which the filesystem refuses direct I/O; empty if it does not."""
     memory_alignment: int | None
     """In bytes; None if the filesystem has no direct I/O."""
     offset_alignment: int | None
@@ -53,7 +53,7 @@ class DirectIO:
 
 @dataclass(frozen=True, slots=True)
 class PageCache:
-    """Whether programs can see and empty the page cache: a file was written, and then evicted."""
+    """Result of a test of the page cache: a file was written, found in it, and evicted."""
 
     written_fraction: float
     """The part of the file that was resident after writing."""
@@ -61,22 +61,22 @@ class PageCache:
     """The part that was resident after the eviction."""
 
     works: bool
-    """Whether both are as they should be. Then loads know what is cached, and cold reads can be measured."""
+    """True if both are as they should be. Then loads know what is cached, and cold reads can be measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """What was found out about a folder; None for what could not be found out because of the error."""
+    """Findings about a folder; None for those that the error prevented."""
 
     path: str
     error: str = ""
-    """Why the folder cannot be used; empty if it can."""
+    """Reason for which the folder cannot be used; empty if it can."""
     filesystem: str = ""
     """The kind of the filesystem, as the kernel calls it."""
     disk: str = ""
     """The model of the disk, if it is one of this machine."""
     kept_by: StorageKind = "disk"
-    """What stores the files: a disk of this machine, memory until the next boot, or another machine or program."""
+    """Kind of storage: a disk of this machine, memory until the next boot, or another machine or program."""
     space: Space | None = None
     direct: DirectIO | None = None
     page_cache: PageCache | None = None
@@ -172,7 +172,7 @@ def _describe_page_cache(cache: PageCache) -> str:
 
 
 def advise(found: Folder) -> Iterator[Advice]:
-    """What keeps files from being saved there, from being durable, or from being moved fast."""
+    """Advice about what keeps files from being saved there, from being durable, or from being moved fast."""
     where, in_memory = found.path, found.kept_by == "memory"
     if found.error:
         yield Advice("error", f"{where}: {found.error}", _REMEDIES.get(found.error, MAKE_WRITABLE))

@@ -31,7 +31,7 @@ from fastensor.select.transfer import WHOLE_FILES
 
 ROUNDS = 3
 _MOVES = 3
-"""How often a round moves a file: it is saved, read from the disk, and read from the page cache."""
+"""Moves of a file in a round: it is saved, read from the disk, and read from the page cache."""
 _OVERHEAD_NBYTES = 2 << 10
 """The most that torch's container takes beside one tensor. Subtracted, so that files have about the size asked for."""
 _SHARE_OF_FREE = 4
@@ -43,17 +43,17 @@ _NAME = "values"
 
 @dataclass(frozen=True, slots=True)
 class BackendState:
-    """Whether a backend can work on this machine."""
+    """Availability of a backend on this machine."""
 
     name: str
     available: bool
     reason: str
-    """Why the backend cannot; empty if it can."""
+    """Reason for which the backend cannot work; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast a backend moves files of one size: medians of a few rounds; None for what could not be measured."""
+    """Bandwidths of a backend for files of one size: medians of a few rounds; None if not measured."""
 
     backend: str
     nbytes: int
@@ -65,21 +65,21 @@ class Speed:
     warm_read_bytes_per_second: float | None
     """A verified load from the page cache, if the backend uses the cache."""
     correct: bool
-    """Whether all values came back."""
+    """True if all values came back."""
     reason: str
-    """Why something could not be measured; empty if everything was."""
+    """Reason for which something could not be measured; empty if everything was."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What ``backend="auto"`` would use next for one size and context, and why."""
+    """Backend that ``backend="auto"`` would use next for one size and context, and the reason."""
 
     context: str
     nbytes: int
     backend: str
     reason: str
     exploring: bool
-    """Whether the backend would be tried only to measure it."""
+    """True if the backend would be tried only to measure it."""
 
 
 def backend_states() -> tuple[BackendState, ...]:
@@ -108,7 +108,7 @@ def contenders(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def choices_for(path: str, sizes: Iterable[int], names: Sequence[str]) -> tuple[Chosen, ...]:
-    """What ``backend="auto"`` would choose among ``names`` for torch files at a path, from and to host memory."""
+    """Choices of ``backend="auto"`` among ``names`` for torch files at a path, from and to host memory."""
     if not names:
         return ()
     selector = current_selector(path)
@@ -177,7 +177,7 @@ def _measure(path: Path, nbytes: int, names: Sequence[str], moved: Callable[[int
 
 
 def _values(nbytes: int) -> torch.Tensor:
-    """What makes a file of about ``nbytes``."""
+    """Random tensor whose file has about ``nbytes``."""
     return torch.empty(nbytes - _OVERHEAD_NBYTES, dtype=torch.uint8).random_(generator=torch.Generator())
 
 

@@ -24,7 +24,7 @@ class NoAnswerError(Exception):
 
 
 def ask(about: Literal["cuda", "kvikio"]) -> dict[str, Any]:
-    """What torch says about CUDA, or kvikio about itself: with the modules that this process would import.
+    """Ask torch about CUDA, or kvikio about itself, with the modules that this process would import.
 
     Raises:
         NoAnswerError: the other process crashed, or did not answer in time.

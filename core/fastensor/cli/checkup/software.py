@@ -20,7 +20,7 @@ from fastensor.files.words import human_size
 from fastensor.version import VERSION
 
 ROOT = Path("/")
-"""Where ``/proc`` is."""
+"""Folder in which ``/proc`` is; tests have others."""
 GdsMode: TypeAlias = Literal["native", "compat", "none"]
 
 
@@ -45,7 +45,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Cuda:
-    """What torch can do with GPUs."""
+    """GPUs that torch can use."""
 
     built: str
     """The version of CUDA, or ROCm, that torch was built for; empty if for none."""
@@ -53,7 +53,7 @@ class Cuda:
     """The version of NVIDIA's kernel module; empty if it is not loaded, or cannot be seen."""
     devices: tuple[Device, ...]
     reason: str
-    """Why there are no devices; empty if there are."""
+    """Reason for which there are no devices; empty if there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class KvikioState:
     """Empty if it is not installed."""
     imports: bool
     reason: str
-    """Why it cannot be used; empty if it can."""
+    """Reason for which kvikio cannot be used; empty if it can."""
     libcufile: str
     """The version of NVIDIA's library below kvikio; empty if the library does not say, or is missing."""
 
@@ -78,7 +78,7 @@ class Gds:
     mode: GdsMode
     """``native``: kvikio uses GDS. ``compat``: kvikio copies through host memory. ``none``: there is no kvikio."""
     reason: str
-    """Why the mode is not native; empty if it is."""
+    """Reason for which the mode is not native; empty if it is."""
 
 
 def find_software() -> Software:
@@ -87,7 +87,8 @@ def find_software() -> Software:
 
 
 def find_cuda() -> Cuda:
-    """What torch can do with GPUs. CUDA is initialised only in another process, and only if torch is built for it."""
+    """Find the GPUs that torch can use. CUDA is initialised only in another process, and only if torch is built for
+    it."""
     built = torch.version.cuda or (f"ROCm {torch.version.hip}" if torch.version.hip else "")
     driver = _first(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", ROOT / "proc/driver/nvidia/version")
     if not built:

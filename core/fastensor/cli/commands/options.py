@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 _JSON = "fastensor.json"
-"""Where Typer's contexts keep whether JSON is wanted: an error, too, has to know."""
+"""Key of ``--json`` in Typer's contexts, where errors look for it."""
 
 
 def _note(ctx: typer.Context, wanted: bool) -> bool:
@@ -16,7 +16,7 @@ def _note(ctx: typer.Context, wanted: bool) -> bool:
 
 
 def wants_json(ctx: typer.Context) -> bool:
-    """Whether the command that runs, or has failed, was given ``--json``."""
+    """True if the command that runs, or has failed, was given ``--json``."""
     return bool(ctx.meta.get(_JSON))
 
 

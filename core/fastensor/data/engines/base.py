@@ -47,7 +47,7 @@ class Engine(Protocol):
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether values arrive sooner if several batches are fetched together, or before they are wanted."""
+        """True if values arrive sooner when several batches are fetched together, or before they are wanted."""
 
     def fetch(self, extents: Extents) -> Fetch:
         """Begin to bring values, at least one, that will be wanted in this order.
@@ -82,7 +82,7 @@ class ReadsFetch:
         self._lengths: list[int] = extents.lengths.tolist()
         self._offsets: list[int] = reads.offsets.tolist()
         self._missing: list[int] = np.bincount(reads.read_of).tolist()
-        """For each read the number of its values that have not been taken."""
+        """Number of values of each read that have not been taken."""
         self._nbytes_until = np.cumsum(reads.lengths)
         self._begin = begin
         self._finish = finish

@@ -1,4 +1,4 @@
-"""How a file is read, and which engine is the fastest for it."""
+"""Choosing the engine that reads a file fastest."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _logger = logging.getLogger("fastensor")
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How values of a file are read."""
+    """Engine and options for reading the values of a file."""
 
     engine: EngineOrAuto = "auto"
     merging: Merging = Merging()  # noqa: RUF009  # frozen
-    """What is read together."""
+    """Limits of reads that bring several values."""
     staggering: Staggering | None = None
-    """How many processes may read at a time; None for all."""
+    """Turns of processes that read the file; None if all may read at once."""
 
     def __post_init__(self) -> None:
         if self.engine != "auto" and self.engine not in ENGINES:

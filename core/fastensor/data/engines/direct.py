@@ -53,7 +53,7 @@ class DirectEngine:
         places = list(zip(reads.offsets.tolist(), reads.lengths.tolist(), strict=True))
         firsts = _first_of_tasks(reads.lengths)
         tasks: dict[int, tuple[int, Future[list[bytes]]]] = {}
-        """For each read that was begun and not finished the number of the task's first read, and the task."""
+        """Task of each read that was begun and not finished, with the number of the task's first read."""
 
         def begin(read: int) -> None:
             if read in tasks:
