@@ -26,8 +26,9 @@ _MOST_THREADS = 4
 _SMALL_SHARE = 8
 """One thread copies what is in host memory, and queues the rest, if no more than one in so many bytes is there."""
 _MOST_AT_ONCE = 16
-"""Buffers that copies of devices are queued to at once. What a storage has in these is one copy if they are
-neighbours."""
+"""The most buffers that a thread fills at once. What a storage has in these is one copy if they are neighbours."""
+_SHARE = 4
+"""A thread takes one in so many of the buffers that would be its part of what is left: so all threads end at once."""
 
 
 class Snapshot:
@@ -113,8 +114,7 @@ class Snapshot:
                 threads = _threads(copier.host_nbytes)
                 if copier.asynchronous and copier.host_nbytes <= self.nbytes // _SMALL_SHARE:
                     threads = 1
-                most = _MOST_AT_ONCE if copier.asynchronous and threads == 1 else 1  # so that threads share the work
-                run_together(lambda: self._fill_buffers(copier, most), threads)
+                run_together(lambda: self._fill_buffers(copier, threads), threads)
                 copier.let_go()
             finally:
                 if self._filling:  # no event says when what was cut off is done
@@ -215,11 +215,11 @@ class Snapshot:
             self._staging = False
             self._changed.notify_all()
 
-    def _fill_buffers(self, copier: Copier, most: int) -> None:
-        """The work of one thread: claim buffers, one after the other, and fill them. Raises only interrupts."""
+    def _fill_buffers(self, copier: Copier, threads: int) -> None:
+        """The work of one of the threads: claim buffers and fill them, again and again. Raises only interrupts."""
         try:
             with copier.entered():
-                while claimed := self._claim(most):
+                while claimed := self._claim(threads):
                     number = next(iter(claimed))
                     for run in runs_of(claimed.values()):
                         self._fill(number, run, copier)
@@ -237,9 +237,9 @@ class Snapshot:
             self.fail(error)
             raise
 
-    def _claim(self, most: int) -> dict[int, Buffer]:
-        """Take buffers for the next parts of the file, up to ``most`` of those that are idle, at least one. Returns the
-        buffers by their numbers; none if nothing is left to be filled."""
+    def _claim(self, threads: int) -> dict[int, Buffer]:
+        """Take buffers for the next parts of the file, of those that are idle, at least one: many at first, fewer when
+        little is left for the threads. Returns the buffers by their numbers; none if nothing is left to be filled."""
         with self._claiming:
             if self._claimed == self._count or self._failure is not None:
                 return {}
@@ -249,7 +249,8 @@ class Snapshot:
             if buffer is None:
                 return {}
             left = self._count - self._claimed
-            buffers = [buffer, *self._pool.take_idle(self._filling, min(most, left) - 1)]
+            most = min(_MOST_AT_ONCE, left if threads == 1 else max(left // (_SHARE * threads), 1))
+            buffers = [buffer, *self._pool.take_idle(self._filling, most - 1)]
             first, self._claimed = self._claimed, self._claimed + len(buffers)
             return dict(enumerate(sorted(buffers, key=lambda one: one.address), first))
 
