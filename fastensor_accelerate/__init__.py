@@ -1,4 +1,7 @@
-"""Fastensor for Accelerate: ``save_state`` and ``load_state`` at the speed of the disk, durable and verified."""
+"""Fastensor for Accelerate: ``save_state`` and ``load_state`` at the speed of the disk, durable and verified. Begin
+with ``enable.py``, which replaces methods of Accelerate and transformers. ``config.py`` and ``launcher.py`` are the
+flag, ``activation_offload.py`` offloads prepared models, and ``checkpoint_mapping.py`` runs models that are larger than
+memory."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,6 @@
-"""Fastensor in Lightning: ``Trainer(plugins=[FastensorCheckpointIO()], callbacks=[SSDActivationOffload()])``."""
+"""Fastensor in Lightning: ``Trainer(plugins=[FastensorCheckpointIO()], callbacks=[SSDActivationOffload()])``. Begin
+with ``checkpoint_io.py``, the plugin; ``sharded.py`` is its part for FSDP, ``offload_callback.py`` the callback,
+``data_module.py`` gives a Trainer its data."""
 
 from __future__ import annotations
 

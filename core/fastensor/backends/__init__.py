@@ -1,5 +1,8 @@
-"""Ways of moving a file's bytes, and what authors of other ways need: they implement :class:`Backend`, name their class
-by an entry point (see :mod:`fastensor.backends.registry`), and test it by :class:`fastensor.testing.BackendTests`.
+"""Backends, which move bytes between memory and files. Begin with ``base.py``, their protocol, and ``direct.py``.
+``registry.py`` lists them, ``staging.py`` and ``snapshot.py`` produce the windows of a file, ``pipeline.py`` writes
+them, ``ring_reader.py`` reads ahead, ``buffers.py`` lends memory, and ``streams.py`` queues copies of GPUs. Authors of
+others implement :class:`Backend`, name their class by an entry point (see :mod:`fastensor.backends.registry`), and test
+it by :class:`fastensor.testing.BackendTests`.
 """
 
 from fastensor.backends.base import Backend, BatchReader, DeviceSlots, Extent, Reader, SlotBackend, Slots

@@ -1,1 +1,3 @@
-"""Saving and loading whole checkpoints: atomic, durable, verified."""
+"""Saving and loading whole checkpoints: atomic, durable, verified. Begin with ``save.py`` and ``load.py``. A save is a
+transaction (``save_transaction.py``) that ``publish.py`` ends; a load reads verified parts by ``reader.py``.
+``verify.py``, ``inspect.py``, ``diff.py`` and ``convert.py`` are the tools."""

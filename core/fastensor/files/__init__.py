@@ -1,6 +1,4 @@
-"""What all parts share. Imports no other part but errors.
-
-System calls (``posix``), atomic replacement (``atomic``), errors of the operating system as ours (``os_errors``),
-memory of the machine (``budgets``), variables of launchers (``launchers``), entry points of packages (``installed``), a
-thread for work after a call (``afterwards``), sizes and times for people (``words``).
+"""Functions that all parts share; imports no other part but the errors. System calls are in ``posix.py``, atomic
+replacement in ``atomic.py``, errors of the operating system as ours in ``os_errors.py``, memory of the machine in
+``budgets.py``, a thread for work after a call in ``afterwards.py``, sizes and times in words in ``words.py``.
 """

@@ -1,1 +1,3 @@
-"""What :func:`fastensor.convert` is made of: which tensors are chosen, how the new file is laid out, how bytes go."""
+"""The parts of :func:`fastensor.convert`: ``selection.py`` and ``renames.py`` choose tensors (pure), ``layout.py`` lays
+out the new file, ``copying.py`` and ``casting.py`` bring the bytes, ``losses.py`` says what a conversion would leave
+out."""

@@ -1,1 +1,2 @@
-"""The parts of ``fastensor doctor``: software, folder and measurement. Each finds out, describes and advises."""
+"""The parts of ``fastensor doctor``: ``software.py``, ``folder.py`` and ``measurement.py``. Each finds facts, describes
+them and advises."""

@@ -1,1 +1,2 @@
-"""One process of a machine that reads data for all others."""
+"""The node reader: one process of a machine reads LMDB files for all others. ``lease.py`` finds or starts it,
+``server.py`` is its program, ``engine.py`` its client."""
