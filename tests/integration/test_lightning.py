@@ -200,7 +200,10 @@ def test_monitor_with_another_plugin_says_so(pl: Any, tmp_path: Path) -> None:
 def test_monitor_finds_the_plugin_inside_a_wrapper(pl: Any, tmp_path: Path) -> None:
     wrapper = importlib.import_module(f"{pl.__name__}.plugins").AsyncCheckpointIO(FastensorCheckpointIO())
     logger = importlib.import_module(f"{pl.__name__}.loggers").CSVLogger(tmp_path)
-    fit(pl, tmp_path, wrapper, callbacks=[CheckpointMonitor()], logger=logger)
+    trainer = fit(pl, tmp_path, wrapper, callbacks=[CheckpointMonitor()], logger=logger, max_epochs=3)
+    metrics = (Path(logger.log_dir) / "metrics.csv").read_text()
+    assert "checkpoint/save_bytes" in metrics
+    assert str(float(os.path.getsize(trainer.checkpoint_callback.best_model_path))) in metrics
 
 
 def test_monitor_logs_only_in_the_thread_that_trains(pl: Any, tmp_path: Path) -> None:

@@ -255,7 +255,21 @@ def test_memory_of_a_step_is_drawn(make: Any, tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_nothing_is_recorded_unless_that_is_wanted(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trace, "__init__", None)
-    monkeypatch.setattr(trace, "memory_in_use", None)
-    gradients(TRANSFORMER, make())
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_nothing_is_recorded_unless_that_is_wanted(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_wanted: bool
+) -> None:
+    path = tmp_path / "trace.json"
+    samples: list[dict[str, int]] = []
+    memory_in_use = trace.memory_in_use
+
+    def recorded() -> dict[str, int]:
+        samples.append(memory_in_use())
+        return samples[-1]
+
+    monkeypatch.setattr(trace, "memory_in_use", recorded)
+    offload = make(trace=str(path)) if is_wanted else make()
+    gradients(TRANSFORMER, offload)
+    offload.close()
+    assert bool(samples) == is_wanted
+    assert path.exists() == is_wanted
