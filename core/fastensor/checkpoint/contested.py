@@ -21,7 +21,7 @@ _PARTS = {
     torch.sparse_bsc: _OF_COLUMNS,
 }
 _AT_ONCE = 1 << 20
-"""How many elements are converted to wider floats at a time when values are compared."""
+"""Elements that are converted to wider floats at a time when values are compared."""
 _ALIGNMENT = 16
 """Bytes. The memory in which shared tensors are compared begins at a multiple of it, as complex128 needs."""
 
@@ -32,7 +32,7 @@ class Incoming(NamedTuple):
     name: str
     target: torch.Tensor
     within: Hashable
-    """What the values are a part of: a file, or the memory of this process."""
+    """Space that the values are a part of: a file, or the memory of this process."""
     begin: int
     """The offset in ``within`` at which the values begin, in bytes."""
     dtype: torch.dtype
@@ -115,7 +115,7 @@ def _agree_in_place(group: Sequence[Incoming]) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor, if it has some, holds its elements as they are."""
+    """True if the memory of a tensor, if it has some, holds its elements as they are."""
     return has_own_memory(tensor) and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
@@ -133,7 +133,7 @@ def _host_views(targets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors have the same values. NaN is NaN, whatever its bits; 0 is -0. Where torch cannot tell, they have.
+    """True if tensors have the same values. NaN is NaN, whatever its bits; 0 is -0. Where torch cannot tell, they have.
 
     torch compares no sparse tensors; their parts are compared.
     """

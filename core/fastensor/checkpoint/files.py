@@ -63,7 +63,7 @@ def remove_file_at_once(path: str | os.PathLike[str]) -> None:
 
 
 def is_directory(path: str | os.PathLike[str]) -> bool:
-    """Whether a path of this machine is a directory; False for a link to a directory."""
+    """True if a path of this machine is a directory; False for a link to a directory."""
     target = locate(path)
     return isinstance(target, str) and os.path.isdir(target) and not os.path.islink(target)
 

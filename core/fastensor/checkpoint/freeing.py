@@ -23,12 +23,12 @@ _BLOCK_NBYTES = 512
 
 @dataclass(slots=True, eq=False)
 class Freeing:
-    """How far the space of a file that has lost its name is freed."""
+    """Progress of freeing the space of a file that has lost its name."""
 
     nbytes: int = 0
     """Bytes that are freed. 0 if the file has other names, or was missing."""
     seconds: float | None = None
-    """How long freeing took; None until it is done."""
+    """Seconds that freeing took; None until it is done."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,7 @@ find held."""
 
 @contextmanager
 def freeing_afterwards(path: str) -> Iterator[Freeing]:
-    """If a file loses its name in the block, have another thread free the file's space after the block.
+    """Have another thread free a file's space after the block, if the file loses its name in the block.
 
     Freeing the space at once would delay the caller, and the sync of the directory that makes the new name durable. If
     the process ends before, the kernel frees the space.

@@ -25,7 +25,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None))
 _NOTHING: Any = object()
 _SHOWN = 10
 _SHOWN_CHARACTERS = 100
-"""How much of a name a message shows."""
+"""Characters of a name that a message shows."""
 _MOST_BITS = 256
 
 

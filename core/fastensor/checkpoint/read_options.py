@@ -14,13 +14,13 @@ NO_LOCAL_FILE = "it is no file of this machine"
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How to read a file."""
+    """Options for reading a file."""
 
     backend: BackendChoice = registry.AUTO
     device: str = "cpu"
     """Kind of the device that the bytes go to."""
     learn: bool = False
-    """Whether the selector learns from the time that reading takes: the whole file is read, once and without pauses."""
+    """Let the selector learn from the time that reading takes: the whole file is read, once and without pauses."""
 
 
 class OpenedReader(NamedTuple):
@@ -28,7 +28,7 @@ class OpenedReader(NamedTuple):
 
     backend: str
     reason: str
-    """Why that backend."""
+    """Reason for the choice of the backend."""
     reader: Reader
     transfer: Transfer | None = None
     """Takes the time of reading for the selector; None if no backend was chosen."""

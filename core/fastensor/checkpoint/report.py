@@ -21,13 +21,13 @@ class SaveReport:
     nbytes: int
     """Size of the file."""
     backend: str
-    """Which backend moved the bytes."""
+    """Backend that moved the bytes."""
     reason: str
     """Why that backend."""
     durable: bool
-    """Whether file and name were on stable storage when the save returned."""
+    """True if file and name were on stable storage when the save returned."""
     atomic: bool
-    """Whether the file got its name in one instant, so that no reader can see, and no crash can leave, a part of it.
+    """True if the file got its name in one instant, so that no reader can see, and no crash can leave, a part of it.
     False for what is written in place: open files, pipes, devices, and files that cannot be replaced."""
     plan_seconds: float
     """Pickling the object and laying out the file."""
@@ -40,7 +40,7 @@ class SaveReport:
     seconds: float
     """The whole save, from the call until the file is in place."""
     stall_seconds: float
-    """How long the caller waited: all of ``seconds``, unless the save was asynchronous."""
+    """Seconds that the caller waited: all of ``seconds``, unless the save was asynchronous."""
     fallbacks: tuple[Fallback, ...] = ()
     """Ways that were not possible, in the order in which they failed."""
     wait_seconds: float = 0.0
@@ -77,13 +77,13 @@ class LoadReport:
     nbytes: int
     """Size of the file."""
     backend: str
-    """Which backend brought the bytes; ``torch`` also where ``torch.load`` was given the whole file."""
+    """Backend that brought the bytes; ``torch`` also where ``torch.load`` was given the whole file."""
     reason: str
     """Why that backend."""
     verified: bool
-    """Whether every byte that was loaded matched a CRC32 in the file."""
+    """True if every byte that was loaded matched a CRC32 in the file."""
     resident_fraction: float
-    """How much of the file was in the page cache before the load, estimated."""
+    """Part of the file that was in the page cache before the load, estimated."""
     seconds: float
     fallbacks: tuple[Fallback, ...] = ()
 

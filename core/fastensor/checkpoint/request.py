@@ -22,11 +22,11 @@ NOT_FORCED = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 _YES = ("1", "y", "yes", "true")
 """The values of these environment variables that torch takes for a yes."""
 _TORCH_TAKES_CAPITALS = torch.__version__ >= "2.13"
-"""Whether it takes ``YES``, too. A torch that does not stays restricted, and so do we."""
+"""True if torch takes ``YES``, too. A torch that does not stays restricted, and so do we."""
 
 
 def is_restricted(weights_only: bool | None) -> bool:
-    """Whether ``torch.load`` uses its restricted unpickler, environment variables considered.
+    """True if ``torch.load`` uses its restricted unpickler, environment variables considered.
 
     Raises:
         TypeError: it is neither True nor False nor None.
@@ -98,7 +98,7 @@ class LoadRequest:
     weights_only: bool | None = None
     mmap: bool = False
     checked: bool = True
-    """Whether to compare everything that is loaded with its checksums."""
+    """Compare everything that is loaded with its checksums."""
     backend: BackendChoice = "auto"
     fallbacks: list[Fallback] = field(default_factory=list)
     """Ways that were not possible. The load adds to this list."""
@@ -107,7 +107,7 @@ class LoadRequest:
 
     @property
     def restricted(self) -> bool:
-        """Whether torch's restricted unpickler reads the pickle."""
+        """True if torch's restricted unpickler reads the pickle."""
         return is_restricted(self.weights_only)
 
     @property
@@ -124,8 +124,8 @@ class Loaded:
     result: Any
     backend: str
     reason: str
-    """Why that backend."""
+    """Reason for the choice of the backend."""
     verified: bool
-    """Whether every byte of the result matched a CRC32 in the file."""
+    """True if every byte of the result matched a CRC32 in the file."""
     unchecked: str = ""
-    """Why ``verified`` is False, if there is more to say than that the file carries no checksums."""
+    """Reason for which ``verified`` is False, if there is more to say than that the file carries no checksums."""

@@ -38,7 +38,7 @@ class NotOrdinaryError(Exception):
 
 
 def is_known() -> bool:
-    """Whether ``torch.load`` is torch's own function, and its restricted unpickler is as this module expects."""
+    """True if ``torch.load`` is torch's own function, and its restricted unpickler is as this module expects."""
     unpickler = getattr(getattr(torch, "_weights_only_unpickler", None), "Unpickler", None)
     return (
         release_is_known()
@@ -53,7 +53,7 @@ def is_known() -> bool:
 
 
 def are_wanted(map_location: MapLocation) -> bool:
-    """Whether values are to be loaded. With fake tensors, or to the meta device, torch loads none."""
+    """True if values are to be loaded. With fake tensors, or to the meta device, torch loads none."""
     pretends = skips_values() or torch._guards.detect_fake_mode(None) is not None
     return not pretends and kind_of_device(map_location) != "meta"
 
@@ -93,7 +93,7 @@ def rebuild(view: CheckedFile, storages: Storages) -> Any:
 
 @cache
 def _validating() -> dict[str, bool]:
-    """What to say to torch when it validates sparse tensors: since torch 2.14, that the file is not trusted."""
+    """Arguments of torch's validation of sparse tensors: since torch 2.14, that the file is not trusted."""
     validate: Any = vars(torch._utils)["_validate_loaded_sparse_tensors"]
     return {"weights_only": True} if "weights_only" in inspect.signature(validate).parameters else {}
 
@@ -114,7 +114,7 @@ class Storages:
         self._loaded: dict[str, Any] = {}
         """The typed storages that have been loaded, by their keys, each with the dtype that was asked for first."""
         self.end = 0
-        """Where in the file the storage ends that was read last; 0 if none was."""
+        """End of the storage that was read last, in the file; 0 if none was."""
 
     def load(self, saved_id: Any) -> Any:
         """The typed storage that a persistent id in the pickle means: ``persistent_load`` of ``torch.load``.

@@ -1,4 +1,4 @@
-"""Which tensors of a state are the same memory. Nothing of them is read."""
+"""Tensors of a state that share memory. Nothing of them is read."""
 
 from __future__ import annotations
 

@@ -37,13 +37,13 @@ class Choice(NamedTuple):
     backend: str
     reason: str
     exploring: bool = False
-    """Whether the backend is tried to measure it, rather than known to be the fastest."""
+    """True if the backend is tried to measure it, rather than known to be the fastest."""
     best_seconds: float | None = None
-    """For a try: the time that the best backend is expected to take. A longer transfer has cost the difference."""
+    """Time of a try that the best backend is expected to take. A longer transfer has cost the difference."""
     prior_seconds: float | None = None
     """The time that the prior is expected to take; None if the prior was chosen."""
     risk_seconds: float = 0.0
-    """For a try: how much longer than the best backend it is expected to take."""
+    """Time of a try that it is expected to take beyond the best backend's."""
 
     def __str__(self) -> str:
         return f"{self.backend}: {self.reason}"
@@ -75,7 +75,7 @@ class SelectorStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a selector knows about one size, and what it would choose. ``str()`` gives a table."""
+    """Timings and choice of a selector for one size. ``str()`` gives a table."""
 
     nbytes: int
     """The largest size that the explanation holds for."""

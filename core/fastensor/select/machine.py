@@ -64,7 +64,7 @@ def digest(machine: Mapping[str, str]) -> str:
 
 
 def storage_kind(filesystem: str) -> StorageKind:
-    """Where a filesystem of that kind stores files.
+    """Kind of storage on which a filesystem of that kind keeps files.
 
     >>> storage_kind("ext4"), storage_kind("tmpfs"), storage_kind("nfs4"), storage_kind("fuse.sshfs")
     ('disk', 'memory', 'server', 'server')
@@ -164,7 +164,7 @@ def _describe_disk(block: Path) -> str:
 
 
 def _composition(folder: Path) -> str:
-    """How a disk is made of others: ``raid0``, ``crypt``, ``lvm``, ..."""
+    """Way in which a disk is made of others: ``raid0``, ``crypt``, ``lvm``, ..."""
     mapped = _read(folder / "dm/uuid").partition("-")[0].lower()
     return _read(folder / "md/level") or mapped or _kind(folder)
 

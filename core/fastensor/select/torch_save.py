@@ -1,4 +1,4 @@
-"""How long ``torch.save`` with ``fsync`` takes here: what saves are compared with in words for people.
+"""Time of ``torch.save`` with ``fsync`` on this machine, with which messages compare saves.
 
 ``fastensor tune`` measures it. No selector looks at it, and saves of a user's own are never spent on it.
 """
@@ -17,7 +17,7 @@ from fastensor.select.sizes import LEAST_BUCKET, bucket_of, size_of
 NAME: Final = "torch.save"
 _CONTEXT = Context("write")
 _FARTHEST = 8
-"""How many times as large as the largest size that was measured a size may be."""
+"""Largest ratio of a size to the largest measured one."""
 
 
 def learned(nbytes: int, seconds: Iterable[float]) -> list[Change]:
@@ -26,7 +26,7 @@ def learned(nbytes: int, seconds: Iterable[float]) -> list[Change]:
 
 
 def seconds_known(path: str, sizes: Iterable[int]) -> float | None:
-    """How long ``torch.save`` with ``fsync`` would take for files of these sizes, by what was measured there.
+    """Seconds that ``torch.save`` with ``fsync`` would take for files of these sizes, by what was measured there.
 
     Args:
         path: a file or folder on the filesystem in question.
@@ -42,7 +42,7 @@ def seconds_known(path: str, sizes: Iterable[int]) -> float | None:
 
 
 def is_measured(path: str) -> bool:
-    """Whether any size was measured where ``path``, a file or folder, is."""
+    """True if any size was measured where ``path``, a file or folder, is."""
     return bool(_points(file_for(path, of=NAME).load()))
 
 

@@ -1,4 +1,4 @@
-"""Which backend is the fastest by each of the paper's three dictionaries (section 4). Pure."""
+"""The fastest backend by each of the paper's three dictionaries (section 4). Pure."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _in_order(candidates: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def seconds_to_read(dictionary: Dictionary, key: Key) -> Mapping[str, float]:
-    """How long it takes to read what each backend writes now, from the page cache or not, whichever was measured more
-    often for the backend: bytes that were written around the page cache are not in it when they are read.
+    """Seconds to read what each backend writes now, from the page cache or not, whichever was measured more often for
+    the backend: bytes that were written around the page cache are not in it when they are read.
 
     Bytes are read to the device that they come from; or to another device if none was ever read to that one, because
     checkpoints are often loaded to the CPU first.

@@ -1,4 +1,4 @@
-"""Which ranges of bytes overlap. Pure."""
+"""Overlaps of ranges of bytes. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Area(NamedTuple):
     """Bytes that lie next to each other. There is at least one."""
 
     within: str
-    """What they are a part of: the memory of a device, or a record of a file."""
+    """Space that they are a part of: the memory of a device, or a record of a file."""
     begin: int
     end: int
 

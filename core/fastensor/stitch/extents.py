@@ -23,7 +23,7 @@ class Cut:
     extents: Sequence[Extent]
     """They tile the file. Behind the last one with bytes, they are empty."""
     parts: Sequence[Sequence[Segment]]
-    """For each extent, the segments of an image of its own, which begins at 0. Each header in it has all its blanks, or
+    """Segments of each extent, as an image of its own, which begins at 0. Each header in it has all its blanks, or
     none: those for the CRC32s of storages of which the extent has only a part are left out."""
     unfilled: Sequence[Header]
     """The headers of the whole image whose blanks no extent can fill."""

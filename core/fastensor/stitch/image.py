@@ -46,9 +46,9 @@ class Payload(NamedTuple):
     storage: int
     """The number of the storage: its position in the sequence that accompanies the image."""
     before: int = 0
-    """How many bytes of the storage come before the part."""
+    """Bytes of the storage before the part."""
     behind: int = 0
-    """How many bytes of the storage come behind the part."""
+    """Bytes of the storage behind the part."""
 
     @property
     def storage_nbytes(self) -> int:
@@ -66,7 +66,7 @@ class Piece(NamedTuple):
     """First byte of the part, counted from the segment's start."""
     nbytes: int
     position: int
-    """Where the part begins, counted from the window's start."""
+    """Offset of the part from the window's start."""
 
 
 class Image:

@@ -25,12 +25,12 @@ from fastensor.stitch.shape import is_same_layout, is_shape, row_major
 from fastensor.stitch.source import Plan
 
 DATA_BEGIN = 4096
-"""Where the data of planned files begin."""
+"""Offset of the data in planned files."""
 PREFIX_NBYTES = 12
-"""How many bytes from the start of a file :func:`header_nbytes` needs."""
+"""Bytes from the start of a file that :func:`header_nbytes` needs."""
 _MAGIC = b"\x93NUMPY"
 _LENGTHS = {(1, 0): struct.Struct("<H"), (2, 0): struct.Struct("<I")}
-"""How each version writes the length of the header, behind magic string and version."""
+"""Form of the header's length in each version, behind magic string and version."""
 _MAX_HEADER_NBYTES = 1 << 16
 _MOST_DIMENSIONS = 32
 """NumPy before 2.0 reads no more; since 2.0 it reads 64."""
@@ -56,7 +56,7 @@ class NpyHeader:
     descr: str
     """The dtype as NumPy writes it, such as ``<f4``."""
     fortran_order: bool
-    """Whether the first index changes fastest."""
+    """True if the first index changes fastest."""
     shape: tuple[int, ...]
 
     @classmethod
@@ -86,7 +86,7 @@ _ITEM_NBYTES = {descr_of(dtype): dtype.itemsize for dtype in _KINDS}
 
 
 def reason_to_refuse(tensor: torch.Tensor) -> str:
-    """Why a tensor cannot be stored, as the end of a sentence that begins with "it"; empty if it can."""
+    """Reason for which a tensor cannot be stored, as the end of a sentence that begins with "it"; empty if it can."""
     if tensor.layout != torch.strided or tensor.is_nested:
         return "is not dense"
     if tensor.is_quantized:

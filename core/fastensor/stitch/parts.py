@@ -17,9 +17,9 @@ class Part(NamedTuple):
     crc32: int | None
     """The CRC32 of its data that the file carries; None if it carries none."""
     begin: int
-    """Where its space begins in the file. The space of a record begins with a local header."""
+    """Offset of its space in the file. The space of a record begins with a local header."""
     end: int
-    """Where its space ends."""
+    """End of its space."""
     header_nbytes: int = 0
     """Size of the local header, including the name but not the extra field; 0 if there is no local header."""
     dtype: str = ""
@@ -41,7 +41,7 @@ class Damage:
     part: str
     """The title of the part, such as ``record 'archive/data/0'``."""
     offset: int
-    """Where the part begins in the file."""
+    """Offset of the part in the file."""
     nbytes: int
     found: int
     """The CRC32 that its bytes have."""

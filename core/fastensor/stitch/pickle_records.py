@@ -48,12 +48,12 @@ class PickledTensor:
     storage: PickledStorage | None
     """The storage that the tensor is a view of, if it is dense; else None."""
     offset: int = 0
-    """Where in the storage it begins, in elements."""
+    """Offset in the storage, in elements."""
     stride: tuple[int, ...] = ()
     plain: bool = True
-    """Whether storage, offset and stride are all that there is to its values: not so for lazy conjugates, say."""
+    """True if storage, offset and stride give its values: not so for lazy conjugates, say."""
     parts: tuple[Any, ...] = ()
-    """What a tensor that is not dense is made of, and attributes."""
+    """Parts of a tensor that is not dense, and attributes."""
     made_by: Range = NOWHERE
     """The bytes of the pickle that make it, and leave it on the stack."""
 

@@ -20,7 +20,7 @@ _KNOWN_TORCH = re.compile(r"2\.1[0-5]\.\d+(\+.*)?")
 """Releases of torch whose ``Tensor.__reduce_ex__``, ``torch.serialization`` and unpickler have been read."""
 _reduce_ex = torch.Tensor.__reduce_ex__
 _has_names: Callable[[torch.Tensor], bool] | None = getattr(torch.Tensor, "has_names", None)
-"""Whether a tensor's dimensions have names, which torch cannot pickle. From torch 2.13 on no dimension has one."""
+"""Tells if a tensor's dimensions have names, which torch cannot pickle. From torch 2.13 on no dimension has one."""
 _PLAIN_DTYPES = frozenset({
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -31,12 +31,12 @@ _PLAIN_DEVICES = frozenset({"cpu", "cuda"})
 
 
 def release_is_known() -> bool:
-    """Whether this release of torch is one whose private parts are known here."""
+    """True if the private parts of this release of torch are known here."""
     return _KNOWN_TORCH.fullmatch(torch.__version__) is not None
 
 
 def torch_is_known() -> bool:
-    """Whether tensors are pickled by torch's own method, of a release that is known here."""
+    """True if tensors are pickled by torch's own method, of a release that is known here."""
     return (
         release_is_known()
         and torch.Tensor.__reduce_ex__ is _reduce_ex
@@ -81,7 +81,7 @@ def reduce_plain(obj: Any) -> Any:
 
 
 def lazy_state(tensor: torch.Tensor) -> dict[str, bool]:
-    """What torch pickles with a tensor that is still to be conjugated or negated; empty for any other tensor."""
+    """State that torch pickles with a tensor that is still to be conjugated or negated; empty for any other tensor."""
     found: dict[str, bool] = torch._utils.get_tensor_metadata(tensor)  # type: ignore[no-untyped-call]  # torch gives it no types
     return found
 
@@ -157,6 +157,6 @@ def _class_of(dtype: torch.dtype) -> Any:
 
 
 def _host_location() -> str | None:
-    """What torch calls the location of storages of the host, if it asks for that before anything else."""
+    """Location that torch's pickle names for storages of the host, if torch asks for that before anything else."""
     serialization = torch.serialization
     return "cpu" if torch_is_known() and serialization._package_registry[0][1] is serialization._cpu_tag else None

@@ -1,4 +1,4 @@
-"""Which shapes tensors can have."""
+"""Shapes and strides of tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MAX_SIZE = (1 << 63) - 1
 
 
 def is_shape(sizes: Sequence[int]) -> bool:
-    """Whether non-negative sizes are a shape: their product is at most 2^63 - 1.
+    """True if non-negative sizes are a shape: their product is at most 2^63 - 1.
 
     Sizes of zero count as one: readers multiply the others first.
 
@@ -36,7 +36,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_same_layout(shape: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two strides put the elements in the same places. The stride of a dimension of size 1 means nothing.
+    """True if two strides put the elements in the same places. The stride of a dimension of size 1 means nothing.
 
     >>> is_same_layout([1, 3], [3, 1], [99, 1]), is_same_layout([2, 3], [3, 1], [1, 2])
     (True, False)
@@ -45,7 +45,7 @@ def is_same_layout(shape: Sequence[int], stride: Sequence[int], other: Sequence[
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps. The shape has at least one element.
+    """True if the elements fill their memory without gaps or overlaps. The shape has at least one element.
 
     >>> is_dense([2, 3], [1, 2]), is_dense([2, 3], [4, 1]), is_dense([2, 3], [0, 1])
     (True, False, False)

@@ -29,7 +29,7 @@ from fastensor.stitch.torch_zip import TORCH_ALIGNMENT, pickle_of, small_records
 _PROTOCOL = 2
 """The pickle protocol that ``torch.save`` uses."""
 _MOST_ARCHIVES = 4096
-"""How many kinds of tensors are remembered. A model has tens."""
+"""Kinds of tensors that are remembered. A model has tens."""
 _DIRECT_DEVICES = frozenset({"cpu", "cuda"})
 
 
@@ -42,7 +42,7 @@ class TensorArchive(NamedTuple):
     tail: bytes
     """The bytes behind the tensor's, with zeros for its CRC32."""
     blanks: tuple[int, ...]
-    """Where the CRC32 of the tensor's bytes stands in the tail."""
+    """Offsets of the CRC32 of the tensor's bytes in the tail."""
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +124,7 @@ class _ShardBuilder:
         self._storages: list[torch.UntypedStorage | FileBytes] = []
         self._items: list[ShardItem] = []
         self._end = 0
-        """Where the next item begins."""
+        """Offset of the next item."""
         self._pending: list[bytes] = []
         """Known bytes in front of the next storage that are in no segment yet."""
         self._pending_nbytes = 0
@@ -277,7 +277,7 @@ def _archive(
 
 @cache
 def _pickles_as_expected(dtype: torch.dtype) -> bool:
-    """Whether :func:`_pickled` gives what torch does for this dtype."""
+    """True if :func:`_pickled` gives the bytes that torch does for this dtype."""
     try:
         sample = torch.empty((2, 3), dtype=dtype)
         small_records_of_torch(TORCH_ALIGNMENT)

@@ -39,11 +39,11 @@ class Source(Protocol):
 
     @property
     def throttled(self) -> bool:
-        """Whether the time of a write depends on more than the backend: a limited rate, or a file that is read."""
+        """True if the time of a write depends on more than the backend: a limited rate, or a file that is read."""
 
     @property
     def checksums_first(self) -> bool:
-        """Whether :meth:`head` gives bytes: then all checksums have to be known before the file can be complete."""
+        """True if :meth:`head` gives bytes: then all checksums have to be known before the file can be complete."""
 
     @property
     def known_checksums(self) -> tuple[int, ...] | None:
@@ -121,7 +121,7 @@ NO_VALUES = "torch.serialization.skip_data is active, which asks torch.save for 
 
 
 def skips_values() -> bool:
-    """Whether ``torch.serialization.skip_data`` is active in this thread."""
+    """True if ``torch.serialization.skip_data`` is active in this thread."""
     options = getattr(torch.serialization, "_serialization_tls", None)
     return bool(getattr(options, "skip_data", False))
 

@@ -115,9 +115,9 @@ class _Layout:
         self._segments: list[bytes | int] = []
         """Each is bytes, or the index of a storage."""
         self._offsets: list[int] = []
-        """Where each segment begins, and after :meth:`end` where the last one ends."""
+        """Offset of each segment, and after :meth:`end` the end of the last one."""
         self._end = 0
-        """Where the next record begins."""
+        """Offset of the next record."""
         self._between = b""
         """Bytes in front of the next record that are in no segment yet."""
         self._directory: list[bytes] = []
@@ -126,7 +126,7 @@ class _Layout:
         """The blanks of storages in the directory, counted from the directory's start; after :meth:`end` from that of
         the last segment."""
         self._small: list[tuple[int, int]] = []
-        """For each small record the number of the segment that holds it, and the offset of the blank for its CRC32 in
+        """For small records: the number of the segment that holds each, and the offset of the blank for its CRC32 in
         the directory; after :meth:`end` in the last segment."""
 
     def add(self, name: str, nbytes: int, storage: int | None = None) -> None:

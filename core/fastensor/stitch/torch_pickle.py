@@ -50,11 +50,11 @@ class Program:
     globals: Sequence[Range]
     """All globals, without the opcode that puts them into the memo."""
     puts: Mapping[int, int]
-    """For all other values in the memo: where each is put there, by its number."""
+    """Offset at which each other value is put in the memo, by its number."""
     gets: Sequence[tuple[int, int]]
-    """Where values of :attr:`puts` are taken from the memo, in order, and their numbers."""
+    """Offsets at which values of :attr:`puts` are taken from the memo, in order, and their numbers."""
     can_be_cut: bool
-    """Whether all opcodes are ones that torch writes by default (protocol 2), and no memo number is used twice."""
+    """True if all opcodes are ones that torch writes by default (protocol 2), and no memo number is used twice."""
 
     def naming_globals(self) -> bytes:
         """A pickle that names the same globals, and is quicker to search for them."""
@@ -158,7 +158,7 @@ class _Interpreter(pickle._Unpickler):
         self._can_be_cut = True
         self._globals: dict[str, UnknownGlobal] = {}
         self._left = 2 * len(data) + _SPARE_ELEMENTS
-        """How many elements calls may still copy. A pickle may have a list once, and make set after set of it."""
+        """Elements that calls may still copy. A pickle may have a list once, and make set after set of it."""
 
     def run(self) -> Program:
         """Run the pickle."""
@@ -194,7 +194,7 @@ class _Interpreter(pickle._Unpickler):
         """Run all opcodes, and note which bytes make each tensor and each object of an unknown class."""
         file = self._begin()
         begins: list[int] = []
-        """Where the making of each value on the stack begins."""
+        """Offset at which the making of each value on the stack begins."""
         outer: list[tuple[list[int], int]] = []
         """``begins`` of each stack below, and where the mark above that stack is."""
         text, text_end = 0, -1

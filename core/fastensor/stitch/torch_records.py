@@ -38,11 +38,11 @@ class TorchArchive:
     others: Sequence[Part]
     """All other records."""
     checked: bool
-    """Whether the file carries checksums of its storages and of its other records."""
+    """True if the file carries checksums of its storages and of its other records."""
     why_torch: str
-    """Why only torch can read the file; empty if we can."""
+    """Reason for which only torch can read the file; empty if we can."""
     compressed: bool
-    """Whether any record is compressed."""
+    """True if any record is compressed."""
 
     @property
     def parts(self) -> list[Part]:
@@ -51,7 +51,7 @@ class TorchArchive:
 
     @property
     def swapped(self) -> bool:
-        """Whether the file was written on a machine of the other byte order."""
+        """True if the file was written on a machine of the other byte order."""
         other = "big" if sys.byteorder == "little" else "little"
         return any(part.name.endswith("/byteorder") and part.nbytes == len(other) for part in self.others)
 
@@ -104,7 +104,7 @@ def _find_pickle(directory: ZipDirectory, where: str) -> str:
 
 
 def _archive_in_words(names: Sequence[str]) -> str:
-    """What an archive is that has no pickle of a checkpoint; empty if it looks like what is left of a checkpoint."""
+    """Words for an archive without a checkpoint's pickle; empty if it looks like the rest of a checkpoint."""
     for name in names:
         if what := _OTHERS_OF_TORCH.get(name.rpartition("/")[2]):
             return what

@@ -49,9 +49,9 @@ class ZipDirectory(NamedTuple):
     parts: list[Part]
     """The records, in the order of the file. The space of each ends where the next one begins."""
     offset: int
-    """Where the central directory begins. All records end at or before it."""
+    """Offset of the central directory. All records end at or before it."""
     compressed: bool
-    """Whether any record is compressed."""
+    """True if any record is compressed."""
 
 
 def parse_directory(read: ReadAt, nbytes: int, *, where: str) -> ZipDirectory:
@@ -97,7 +97,7 @@ def _parts(entries: Sequence[_DirectoryEntry], offset: int, where: str) -> list[
 
 
 def has_end(read: ReadAt, nbytes: int) -> bool:
-    """Whether a file has the end of a directory where it may be."""
+    """True if a file has the end of a directory where it may be."""
     return _find_end(read, nbytes)[1] >= 0
 
 

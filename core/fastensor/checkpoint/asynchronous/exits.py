@@ -1,4 +1,4 @@
-"""What becomes of pending saves when the process exits, is terminated by SIGTERM, or forks."""
+"""Pending saves when the process exits, is terminated by SIGTERM, or forks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _watched: weakref.WeakSet[AsyncWriter] = weakref.WeakSet()
 """Writers to finish. Pending work keeps its writer alive, so weak references are enough."""
 _deadline: float | None = None
-"""When the process will be killed, if a SIGTERM has said so: ``time.monotonic()``."""
+"""Time at which the process will be killed after a SIGTERM, by ``time.monotonic()``."""
 
 
 def watch(writer: AsyncWriter, preemption_seconds: float | None) -> None:
@@ -38,7 +38,7 @@ _exiting = False
 
 
 def exiting() -> bool:
-    """Whether it is too late to leave anything pending."""
+    """True if it is too late to leave anything pending."""
     return _exiting
 
 

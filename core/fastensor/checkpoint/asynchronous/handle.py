@@ -1,4 +1,4 @@
-"""What a caller gets for a save that goes on meanwhile."""
+"""The handle of an asynchronous save."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SaveHandle:
 
     @property
     def stage(self) -> SaveStage:
-        """Where the save is. ``durable`` means finished as asked for. ``failed``, ``cancelled``, ``skipped`` and
+        """Stage of the save. ``durable`` means finished as asked for. ``failed``, ``cancelled``, ``skipped`` and
         ``replaced`` are ends without a new file."""
         return self._save.stage
 
@@ -41,7 +41,7 @@ class SaveHandle:
         return MappingProxyType(self._save.stages)
 
     def done(self) -> bool:
-        """Whether the save has come to one of its ends."""
+        """True if the save has come to one of its ends."""
         return self._save.done
 
     def cancel(self) -> bool:

@@ -1,4 +1,4 @@
-"""When a writer may move bytes: below a rate, and not while others need the processor."""
+"""The pace of a writer: below a rate, and not while others need the processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a checkpoint is to be converted."""
+"""Settings of a conversion."""
 
 from __future__ import annotations
 

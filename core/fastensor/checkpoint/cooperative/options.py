@@ -1,4 +1,4 @@
-"""How ranks save together."""
+"""Options of saves of one file by several ranks."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ _DEFECTS = (
     RecursionError,
     OverflowError,
 )
-"""What is raised where a pickle is not that of metadata."""
+"""Errors that are raised where a pickle is not that of metadata."""
 _MAX_SIZE = 2**63 - 1
 _MOST_DIMENSIONS = 64
 """More dimensions than torch computes with."""
@@ -66,7 +66,7 @@ def sealed(metadata: Metadata) -> bytes:
 
 
 def has_seal(data: bytes) -> bool:
-    """Whether a metadata file has a CRC32 at its end."""
+    """True if a metadata file has a CRC32 at its end."""
     return _SEALED.search(data) is not None
 
 
@@ -363,5 +363,5 @@ def _is_strides(value: Any) -> bool:
 
 
 def _is_inside(path: str) -> bool:
-    """Whether a path is that of a file in a directory, and leads nowhere else."""
+    """True if a path is that of a file in a directory, and leads nowhere else."""
     return bool(path) and not path.startswith("/") and "\0" not in path and ".." not in path.split("/")

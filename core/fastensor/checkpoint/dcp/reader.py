@@ -32,7 +32,7 @@ from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch.safetensors import has_own_memory
 
 _Requests: TypeAlias = dict[tuple[str, tuple[int, ...]], list[ReadItem]]
-"""What is wanted of each item, by its name and the offset of its chunk."""
+"""Requests for each item, by its name and the offset of its chunk."""
 
 
 @checks_keywords
@@ -98,7 +98,7 @@ class FastensorStorageReader(FileSystemReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a checkpoint can be there: at any path, and at the URLs that ``fsspec`` knows."""
+        """True if a checkpoint can be there: at any path, and at the URLs that ``fsspec`` knows."""
         try:
             return not hasattr(locate(checkpoint_id), "read")
         except (FastensorError, TypeError):
@@ -228,5 +228,5 @@ def _by_first_use_of_file(items: Iterable[Item]) -> list[Item]:
 
 
 def _takes_all(request: ReadItem, item: Item) -> bool:
-    """Whether a request is for a whole item."""
+    """True if a request is for a whole item."""
     return not any(request.storage_offsets) and tuple(request.lengths) == item.shape

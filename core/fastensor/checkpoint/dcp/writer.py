@@ -162,7 +162,7 @@ class FastensorStorageWriter(FileSystemWriter):
         """The thread of the save that began last. Each save calls the writer from one thread."""
         self._stager: StateDictStager | None = None
         self._copies: dict[str, Any] | None = None
-        """What was staged last."""
+        """Copies that were staged last."""
         self._in_use: weakref.ref[_Staged] | None = None
         """The state dict that was staged last."""
         self._move_to(path)
@@ -197,7 +197,7 @@ class FastensorStorageWriter(FileSystemWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether a checkpoint can be written there: to any path, and to the URLs that ``fsspec`` knows."""
+        """True if a checkpoint can be written there: to any path, and to the URLs that ``fsspec`` knows."""
         try:
             return not hasattr(locate(checkpoint_id), "write")
         except (FastensorError, TypeError):
@@ -306,7 +306,7 @@ class FastensorStorageWriter(FileSystemWriter):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether this rank saves without the others, and has metadata of its own."""
+        """True if this rank saves without the others, and has metadata of its own."""
         return not self.use_collectives and self.rank is not None
 
     @property
@@ -344,7 +344,7 @@ class FastensorStorageWriter(FileSystemWriter):
         return results
 
     def _kept(self) -> str:
-        """What is left of the checkpoint that the save was to replace, before its metadata are replaced."""
+        """Words for the checkpoint that the save was to replace, before its metadata are replaced."""
         return kept_at(self._directory.name_of(self._metadata_name))
 
     def _write_plan(self, name: str, plan: Plan) -> Sequence[int] | None:
@@ -484,7 +484,7 @@ def _content(planner: SavePlanner, item: WriteItem) -> torch.Tensor | bytes:
 
 
 def _result(item: WriteItem, name: str, offset: int, nbytes: int, crc32: int | None) -> WriteResult:
-    """What the metadata says of an item. The attribute ``crc32`` is ours, and other readers pass over it."""
+    """Entry of an item in the metadata. The attribute ``crc32`` is ours, and other readers pass over it."""
     info = _StorageInfo(name, offset, nbytes)
     if crc32 is not None:
         info.crc32 = crc32  # type: ignore[attr-defined]  # torch's own class, so that its readers need no Fastensor
