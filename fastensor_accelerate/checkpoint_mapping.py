@@ -26,9 +26,9 @@ from fastensor_accelerate.matching import fill_buffers, match, no_weight, one_of
 from fastensor_accelerate.weight_files import WeightFiles, open_weights
 
 _MOST_AHEAD = 16
-"""How many tensors are read ahead at most: each request goes through all of them. Small ones are read in no time."""
+"""The most tensors that are read ahead: each request goes through all of them. Small ones are read in no time."""
 _PATIENCE = 64
-"""How many other tensors may be asked for before one that a guess has put in front of them."""
+"""Number of other tensors that may be asked for before one that a guess has put in front of them."""
 
 
 class Order:
@@ -45,7 +45,7 @@ class Order:
         """Each tensor that was asked for, and the one that was asked for after it the last time."""
         self._first = self._latest = ""
         self._reached = deque([0], maxlen=_PATIENCE)
-        """How far in the guess the first requests have come: after each of the latest ones."""
+        """Position in the guess that the first requests have reached, after each of the latest ones."""
 
     def add(self, name: str) -> None:
         """Note that a tensor is asked for."""
@@ -224,7 +224,7 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
         self._lock = threading.Lock()
         self._used: dict[str, _Used] = {}
         self._ahead: dict[str, _Ahead] = {}
-        """What the thread reads and has read, by names in the files, in the order of reading."""
+        """Tensors that the thread reads and has read, by names in the files, in the order of reading."""
         self._thread = ThreadPoolExecutor(1, "fastensor-weights")
         self._is_closed = False
 

@@ -43,7 +43,7 @@ def _option(default: Any, flag: str, text: str) -> Any:
 @checks_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastensorConfig:
-    """How the states of an Accelerator are saved and loaded, and whether activations are offloaded.
+    """Options for saving and loading the states of an Accelerator, and for offloading activations.
 
     Sizes are in bytes, or texts (``"2GiB"``), which become numbers.
 
@@ -184,7 +184,7 @@ class FastensorConfig:
         return {name: getattr(self, name) for name in names}
 
     def offload_config(self) -> OffloadConfig:
-        """How activations are offloaded, if :attr:`offload` is true."""
+        """Options of activation offload, if :attr:`offload` is true."""
         given = {
             name: getattr(self, f"offload_{name}")
             for name in (
@@ -246,7 +246,7 @@ def options_in_environment() -> dict[str, str]:
 
 
 def is_wanted_by_environment() -> bool | None:
-    """Whether ``ACCELERATE_USE_FASTENSOR`` switches Fastensor on or off; None if it is not set.
+    """True if ``ACCELERATE_USE_FASTENSOR`` switches Fastensor on, False if off; None if it is not set.
 
     Raises:
         ConfigError: the variable is neither true nor false.

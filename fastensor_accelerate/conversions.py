@@ -161,5 +161,5 @@ def _without_data(conversion: Conversion, files: WeightFiles, path: str) -> dict
 
 
 def _key(name: str) -> str:
-    """What a tensor that is made is called among those of the files."""
+    """Name of a converted tensor among those of the files."""
     return f"{name} (converted)"

@@ -131,7 +131,7 @@ def _launch(args: argparse.Namespace) -> None:
 
 
 def _configuration(args: argparse.Namespace) -> FastensorClusterConfig | FastensorSageMakerConfig | None:
-    """What the configuration file says that Accelerate will use; None if there is none."""
+    """Contents of the configuration file that Accelerate will use; None if there is none."""
     if args.config_file is None and (args.cpu or not os.path.isfile(config_args.default_config_file)):
         return None
     found: FastensorClusterConfig | FastensorSageMakerConfig = config_args.load_config_from_file(args.config_file)

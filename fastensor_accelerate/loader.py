@@ -17,10 +17,10 @@ from fastensor.files.shown import shown
 
 @checks_keywords
 def prepare_loader(accelerator: Accelerator, loader: EpochLoader, *, device_placement: bool = True) -> PreparedLoader:
-    """What ``accelerator.prepare`` does for a ``DataLoader``: batches come to the accelerator's device, gradient
-    accumulation ends with the epoch, and ``save_state`` and ``load_state`` take along how far the epoch has come. Here
-    an epoch that is resumed gives out each remaining sample once, also by another number of processes, and without
-    ``skip_first_batches``.
+    """Prepare a loader as ``accelerator.prepare`` prepares a ``DataLoader``: batches come to the accelerator's device,
+    gradient accumulation ends with the epoch, and ``save_state`` and ``load_state`` take along how far the epoch has
+    come. Here an epoch that is resumed gives out each remaining sample once, also by another number of processes, and
+    without ``skip_first_batches``.
 
     Call it once for each loader, in the same order in all processes, and before ``load_state``. The loader divides the
     samples among the processes itself. At the end of an epoch, their batches may differ by one sample, which

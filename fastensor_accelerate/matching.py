@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint is which of a model's."""
+"""Matching the tensors of a checkpoint with those of a model."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def set_extra_states(model: nn.Module, files: WeightFiles, names: Mapping[str, s
 
 
 def no_weight(name: str, path: str, names: Iterable[str], stored: Iterable[str]) -> str:
-    """Why a name is not there: in words for people."""
+    """Message for a name that is not there."""
     longer = [known for known in stored if known.endswith(f".{name}")]
     if longer:
         why = f"{longer[0]!r} is there: pass prefix={longer[0][: -len(name)]!r}"
@@ -133,14 +133,14 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 
 def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors have the same bytes."""
+    """True if two tensors have the same bytes."""
     # Bytes get a dimension of their own, because the stride of one element may be any.
     first, second = (one.contiguous().view(-1).unsqueeze(-1) for one in (first, second))
     return first.dtype == second.dtype and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 def _misfit(files: WeightFiles, path: str, names: Mapping[str, str], model: nn.Module) -> FastensorError | None:
-    """What is wrong with the first tensor of the model that the checkpoint lacks, or has in another shape."""
+    """Message about the first tensor of the model that the checkpoint lacks, or has in another shape."""
     parameters, buffers = dict(parameters_of(model)), dict(_persistent_buffers_of(model))
     lacks = [name for name in parameters if name not in names]
     lacks_buffers = [name for name in buffers if name not in names and not _may_be_missing(name)]
@@ -158,7 +158,7 @@ def _misfit(files: WeightFiles, path: str, names: Mapping[str, str], model: nn.M
 
 
 def _not_tied(name: str, path: str, names: Mapping[str, str], model: nn.Module) -> str:
-    """What to do if a tensor is missing because the checkpoint holds tied ones once, and the model's are not tied."""
+    """Advice if a tensor is missing because the checkpoint holds tied ones once, and the model's are not tied."""
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}  # of transformers 5
     partners = [other for tied in ties.items() if name in tied for other in tied if other in names]
     if not partners and (ties or not check_tied_parameters_in_config(model)):
@@ -177,7 +177,7 @@ def _persistent_buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor
 
 
 def _may_be_missing(buffer: str) -> bool:
-    """Whether a checkpoint may do without a buffer, as for ``load_state_dict``. Files of early torch lack this one, and
+    """True if a checkpoint may do without a buffer, as for ``load_state_dict``. Files of early torch lack this one, and
     nothing but training needs it."""
     return buffer.rpartition(".")[2] == "num_batches_tracked"
 

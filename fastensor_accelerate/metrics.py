@@ -1,4 +1,4 @@
-"""What the saves of states have cost, for trackers and for people."""
+"""Costs of the saves of states, for trackers and for people."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class StateMetrics:
     nbytes: int = 0
     """Bytes of the files that Fastensor has written in this process."""
     stall_seconds: float = 0.0
-    """How long ``save_state`` took."""
+    """Seconds that ``save_state`` took."""
     seconds: float = 0.0
-    """How long it took from the call until the state was published."""
+    """Seconds from the call until the state was published."""
 
     def as_metrics(self) -> dict[str, float]:
         """The values that Accelerate's trackers get."""

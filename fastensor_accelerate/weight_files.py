@@ -27,7 +27,7 @@ _OFFLOAD_INDEX = "index.json"
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What is known of a tensor before it is read."""
+    """Facts about a tensor before it is read."""
 
     shape: tuple[int, ...]
     nbytes: int

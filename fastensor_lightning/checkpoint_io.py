@@ -52,7 +52,7 @@ _MONITOR_IS_MISSING = (
     "checkout by pip install --editable), or pass callbacks=[fastensor_lightning.CheckpointMonitor()] to the Trainer"
 )
 _FOR_REQUEUE = re.compile(r"hpc_ckpt_\d+\.ckpt")
-"""What a Trainer calls the checkpoint that it saves in the last seconds before it lets SLURM restart the job."""
+"""Name of the checkpoint that a Trainer saves in the last seconds before it lets SLURM restart the job."""
 
 
 class AsyncOptions(TypedDict, total=False):
@@ -67,7 +67,7 @@ class AsyncOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """How one checkpoint is saved."""
+    """Options of one checkpoint."""
 
     backend: str | fastensor.Selector
     durable: bool
@@ -165,9 +165,9 @@ class FastensorCheckpointIO(CheckpointIO):
                 "cooperative and asynchronous contradict: ranks that save together wait for each other; choose one"
             )
         self.last_save: fastensor.SaveReport | None = None
-        """What the latest save in this process did, once it is finished."""
+        """Report of the latest save in this process, once it is finished."""
         self.last_load: fastensor.LoadReport | None = None
-        """What the latest load in this process did."""
+        """Report of the latest load in this process."""
         self._writer: fastensor.AsyncWriter | None = None
         if self.asynchronous:
             self._writer = fastensor.AsyncWriter(**self._options)
@@ -175,19 +175,19 @@ class FastensorCheckpointIO(CheckpointIO):
         """The latest asynchronous save in this process."""
         self._warned = False
         self._saves_together = False
-        """Whether all ranks have saved together, or a monitor was seen that has them do so."""
+        """True if all ranks have saved together, or a monitor was seen that has them do so."""
         self._may_be_alone = True
-        """Whether to warn that no monitor was seen: not if one was seen, or the warning was given."""
+        """Warn that no monitor was seen: not if one was seen, or the warning was given."""
         self._said_in_memory = False
-        """Whether the warning was given that files are in memory."""
+        """True if the warning was given that files are in memory."""
         self._torn_down = False
-        """Whether a run has ended, and none that we know of has begun: then no teardown waits for what is pending."""
+        """True if a run has ended, and none that we know of has begun: then no teardown waits for pending saves."""
         self._runs_are_seen = True
-        """Whether the latest run that has saved could be seen."""
+        """True if the latest run that has saved could be seen."""
         self._waited_seconds = 0.0
-        """How long the end of the latest run, which was seen to begin, has waited for what was pending."""
+        """Seconds that the end of the latest run, which was seen to begin, has waited for pending saves."""
         self._handled_before: BaseException | None = None
-        """What was being handled when the run began, if it began in an ``except`` block."""
+        """Exception that was being handled when the run began, if it began in an ``except`` block."""
         self._listeners: list[_Subscription] = []
         self._options_of_save: CheckpointOptions | None = None
         """The options of the save that a strategy is about to ask for without its options."""
@@ -203,7 +203,8 @@ class FastensorCheckpointIO(CheckpointIO):
         return f"({given}){last}"
 
     def __getattr__(self, name: str) -> NoReturn:
-        """What the plugin lacks. Lightning asks for what callbacks have: the plugin was given as one.
+        """Explain an attribute that the plugin lacks: Lightning asks for those of callbacks if the plugin was given as
+        one.
 
         Raises:
             TypeError: a Trainer or Fabric has taken the plugin for a callback.
@@ -349,7 +350,7 @@ class FastensorCheckpointIO(CheckpointIO):
             log_failures(self._writer)
 
     def _will_exist(self, path: str | os.PathLike[str]) -> bool | None:
-        """Whether there will be a file at a path once nothing is pending; None if nothing is, for that path."""
+        """True if there will be a file at a path once nothing is pending; None if nothing is, for that path."""
         return ordering.will_exist(as_in_fsspec(path))
 
     def _save_together(
@@ -376,7 +377,7 @@ class FastensorCheckpointIO(CheckpointIO):
             self.last_save = report
 
     def _leaves_to_rank_0(self, path: str | os.PathLike[str]) -> bool:
-        """Whether other ranks may not come when a checkpoint is saved."""
+        """True if other ranks may not come when a checkpoint is saved."""
         return self._is_interrupted() or _FOR_REQUEUE.fullmatch(os.path.basename(path)) is not None
 
     def _link(self, target: str, link: str) -> None:
@@ -404,7 +405,7 @@ class FastensorCheckpointIO(CheckpointIO):
 
     @property
     def _chooses(self) -> bool:
-        """Whether backends are chosen by what was learned."""
+        """True if backends are chosen by measured timings."""
         return not isinstance(self.backend, str) or self.backend == "auto"
 
     def _subscribe(
@@ -447,7 +448,7 @@ class FastensorCheckpointIO(CheckpointIO):
         return self._writer
 
     def _is_interrupted(self) -> bool:
-        """Whether an exception is being handled that was not when the run began."""
+        """True if an exception is being handled that was not when the run began."""
         handled = sys.exc_info()[1]
         return handled is not None and handled is not self._handled_before
 
@@ -485,14 +486,14 @@ class FastensorCheckpointIO(CheckpointIO):
             )
 
     def _may_be_left_pending(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> bool:
-        """Whether an asynchronous save may be left pending when it returns. Warns if no monitor watches it."""
+        """True if an asynchronous save may be left pending when it returns. Warns if no monitor watches it."""
         if _FOR_REQUEUE.fullmatch(os.path.basename(path)) or not self._is_waited_for(checkpoint):
             return False
         self._warn_without_monitor(checkpoint)
         return True
 
     def _is_waited_for(self, checkpoint: dict[str, Any]) -> bool:
-        """Whether :meth:`teardown` is still to come, so that a save may be left pending.
+        """True if :meth:`teardown` is still to come, so that a save may be left pending.
 
         A monitor says when a run begins. Without one, it is seen by the handler of signals that a Trainer has then.
         """
@@ -574,7 +575,7 @@ def _has_other_ranks() -> bool:
 
 
 def _is_trainer_running() -> bool:
-    """Whether a Trainer handles SIGTERM, which it does from the setup of a run until its teardown.
+    """True if a Trainer handles SIGTERM, which it does from the setup of a run until its teardown.
 
     False as well if it runs in another thread than the main one, or if the program has replaced the handler.
     """

@@ -99,7 +99,7 @@ class FastensorDataModule(LightningDataModule):
         training = service if isinstance(service, DataService) else train
         self._sources: dict[_Split, Source | None] = {"train": training, "val": val, "test": test, "predict": predict}
         self._address = service if isinstance(service, str) else None
-        """Of the service that has the training data, until this process has connected to it."""
+        """Address of the service that has the training data, until this process has connected to it."""
         if decode is not None and not self._paths():
             raise ValueError("decode= is for paths, and no path is given: give it to the LmdbDataset")
         self._decode = decode

@@ -36,7 +36,7 @@ def say(trainer: Any, text: str) -> None:
 
 
 def of_rank(trainer: Any) -> str:
-    """Which rank a message of one rank is about, where there are several.
+    """Words for the rank that a message is about, where there are several.
 
     >>> from types import SimpleNamespace
     >>> of_rank(SimpleNamespace(world_size=2, global_rank=0)), of_rank(SimpleNamespace(world_size=1, global_rank=0))

@@ -1,4 +1,4 @@
-"""What the checkpoints of one run have cost, in a line for people."""
+"""Costs of one run's checkpoints, in a line for people."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SavedInRun:
     def __init__(self) -> None:
         self._reports: list[fastensor.SaveReport] = []
         self._has_no_equal = False
-        """Whether a save was none that ``torch.save`` with ``fsync`` does: not durable, remote, or a directory."""
+        """True if ``torch.save`` with ``fsync`` does not do such a save: not durable, remote, or a directory."""
 
     def add(self, report: fastensor.SaveReport) -> None:
         """Add a save that has just been finished."""
@@ -25,7 +25,7 @@ class SavedInRun:
         self._has_no_equal |= not (report.durable and os.path.isfile(report.path))
 
     def lines(self, waited_seconds: float, *, more: bool) -> Iterator[str]:
-        """What is to be said at the end of the run; nothing if nothing was saved.
+        """Lines for the end of the run; none if nothing was saved.
 
         Args:
             waited_seconds: how long the end of the run has waited for saves.
@@ -51,7 +51,8 @@ def _sizes_by_folder(reports: Sequence[fastensor.SaveReport]) -> dict[str, list[
 
 
 def _seconds_by_torch(sizes: Mapping[str, Sequence[int]]) -> float | None:
-    """What ``torch.save`` with ``fsync`` would take for files of these sizes by folder; None if one is unknown."""
+    """Seconds that ``torch.save`` with ``fsync`` would take for files of these sizes by folder; None if one is
+    unknown."""
     found = [torch_save.seconds_known(folder, in_it) for folder, in_it in sizes.items()]
     known = [seconds for seconds in found if seconds is not None]
     return sum(known) if found and len(known) == len(found) else None

@@ -28,6 +28,6 @@ def share_choice(plugin: FastensorCheckpointIO, trainer: Any) -> Sharing | None:
 
 
 def is_data_parallel(strategy: Any) -> bool:
-    """Whether it is Lightning's DDP: its ranks hold the same tensors. Ranks of its subclasses may hold parts."""
+    """True for Lightning's DDP, whose ranks hold the same tensors. Ranks of its subclasses may hold parts."""
     names = {base.__name__ for base in type(strategy).__mro__}
     return "DDPStrategy" in names and names.isdisjoint({"DeepSpeedStrategy", "XLAStrategy"})

@@ -81,7 +81,7 @@ class ActivationOffload:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether this thread is in a block of :meth:`step`."""
+        """True if this thread is in a block of :meth:`step`."""
         return bool(getattr(self._running, "steps", 0))
 
     @contextmanager
@@ -133,8 +133,8 @@ class ActivationOffload:
             model.remove()
 
     def plan(self) -> PlanReport | None:
-        """What stays in memory, what leaves, and why, in forward passes of the kind that was planned last; None if no
-        pass has been planned. A pass is planned when the next one begins."""
+        """Plan of the tensors that stay or leave, with reasons, in forward passes of the kind that was planned last;
+        None if no pass has been planned. A pass is planned when the next one begins."""
         form = self._engine.planner.latest()
         return None if form is None else report_of(form)
 
@@ -170,7 +170,7 @@ class ActivationOffload:
                 measuring._engine.model = None  # it is attached to this offload
 
     def estimate(self, config: OffloadConfig | None = None) -> OffloadEstimate:
-        """What training is expected to take, on what the latest pass has measured. Waits for writes and reads.
+        """Estimate of the time and memory of training, by the latest pass. Waits for writes and reads.
 
         Args:
             config: another configuration to train with; None means this one.
@@ -210,5 +210,5 @@ class ActivationOffload:
         return self._engine.memory_usage()
 
     def statistics(self) -> OffloadStatistics:
-        """What the offload has done so far."""
+        """Counts of what the offload has done so far."""
         return self._engine.statistics()

@@ -58,14 +58,14 @@ class DamagedPieceError(FastensorError):
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How all pieces of a saved tensor are encoded."""
+    """Encoding of all pieces of a saved tensor."""
 
     itemsize: int
     """Bytes of an element in memory: 1, 2, 4 or 8."""
     narrow: torch.dtype | None = None
     """The dtype that float32 is rounded to; None if nothing is rounded."""
     is_sparse: bool = False
-    """Whether pieces that get smaller by that are in augmented CSR."""
+    """True if pieces that get smaller by that are in augmented CSR."""
 
     @property
     def name(self) -> str:
@@ -212,7 +212,7 @@ def decode(encoded: torch.Tensor, encoding: Encoding, out: torch.Tensor) -> None
 
 
 def _can_be(encoded_nbytes: int, encoding: Encoding, nbytes: int) -> bool:
-    """Whether an encoded piece of ``nbytes`` may have a size."""
+    """True if an encoded piece of ``nbytes`` may have a size."""
     dense = encoding.dense_nbytes(nbytes)
     least = encoding.encoded_nbytes(nbytes, 0)
     whole = (encoded_nbytes - least) % encoding.stored_itemsize == 0
@@ -232,7 +232,8 @@ def _sample(piece: torch.Tensor, itemsize: int) -> torch.Tensor:
 
 
 def _counts(pieces: Sequence[torch.Tensor], encoding: Encoding) -> list[tuple[int, bool]]:
-    """Of each piece: how many of its stored elements are not zero, and whether a finite one would become infinity."""
+    """Count of the stored elements of each piece that are not zero, and a flag if a finite one would become
+    infinity."""
     if all(piece.device.type == "cpu" for piece in pieces):
         return [_count_on_host(piece, encoding) for piece in pieces]
     counted = [device_codecs.count(piece, encoding.itemsize, encoding.narrow) for piece in pieces]
@@ -283,7 +284,7 @@ def _stored_chunks(
 
 
 def _infinite(values: _Integers, dtype: torch.dtype) -> int:
-    """How many floating-point numbers, given as integers, are infinite."""
+    """Number of floating-point numbers, given as integers, that are infinite."""
     without_sign, infinity = device_codecs.BITS_OF_INFINITY[dtype]
     return int(np.count_nonzero((values & without_sign) == infinity))
 

@@ -34,7 +34,7 @@ _LEAST = {"min_bytes": 1, "staging_bytes": 1}
 @checks_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """How activations are offloaded. Sizes are in bytes, or texts (``"2GiB"``), which become numbers.
+    """Options of activation offload. Sizes are in bytes, or texts (``"2GiB"``), which become numbers.
 
     >>> OffloadConfig(min_bytes="1MiB").min_bytes
     1048576
@@ -49,7 +49,7 @@ class OffloadConfig:
     target: Tier = "ssd"
     """``"dram"`` moves tensors of a GPU to host memory only (the FlashNeuron paper's FlashNeuron-Memory)."""
     schedule: Schedule = "auto"
-    """Which saved tensors leave memory.
+    """Schedule of the saved tensors that leave memory.
 
     ``"auto"``: as few as have to, so that the rest fits into what is free of the device's memory when a forward pass
     begins (limits of cgroups and the process count), and those that cost the least time. ``"all"``: all of them. An
@@ -92,7 +92,7 @@ class OffloadConfig:
     and after that module: compiled code saves all of its tensors when it ends. With ``fullgraph=True`` torch raises
     instead. Compile modules that no pattern fits, or one by one those that patterns fit."""
     codecs: tuple[Codec, ...] = ()
-    """What may make tensors smaller before they go to the SSD, at a cost in time of processors, or of the GPU.
+    """Codecs that make tensors smaller before they go to the SSD, at a cost in time of processors, or of the GPU.
 
     ``"csr"`` leaves zeros out, and keeps every bit: it is used for tensors that get smaller by that, such as outputs of
     ReLU. ``"fp16"`` or ``"bf16"`` rounds float32 to 16 bits, and so changes gradients: those of tensors that were
@@ -106,18 +106,18 @@ class OffloadConfig:
     verify: bool = True
     """Compare the CRC32 of the bytes that are read with that of the bytes that were written."""
     return_freed_memory: bool = True
-    """For tensors in host memory: have the C library return freed memory to the system (``malloc_trim``, glibc) each
-    time that 128 MiB of tensors were saved or came back, and at the end. Otherwise holes in its heap keep much of the
-    memory. Where a part of the tensors stays (any schedule but ``"all"``), the next step takes what was freed again:
-    then it is returned when memory gets short (less is free than ``staging_bytes``, ``prefetch_bytes`` and 128 MiB
-    together, or than a quarter of the holes), and at the end.
+    """Have the C library return freed memory of the host to the system (``malloc_trim``, glibc) each time that 128 MiB
+    of tensors were saved or came back, and at the end. Otherwise holes in its heap keep much of the memory. Where a
+    part of the tensors stays (any schedule but ``"all"``), the next step takes what was freed again: then it is
+    returned when memory gets short (less is free than ``staging_bytes``, ``prefetch_bytes`` and 128 MiB together, or
+    than a quarter of the holes), and at the end.
 
     Memory that is new costs time, less of it if torch uses huge pages for large tensors: set
     ``THP_MEM_ALLOC_ENABLE=1`` in the environment before the process begins. In a process whose address space is limited
     (``ulimit -d``, ``ulimit -v``) when the first tensor goes, the C library maps each large tensor by itself from then
     on (``mallopt``): such limits count the holes."""
     when_full: WhenFull = "keep"
-    """What happens if there is no space for a tensor, or its write fails. ``"keep"``: the tensor stays in memory, and a
+    """Behaviour if there is no space for a tensor, or its write fails. ``"keep"``: the tensor stays in memory, and a
     warning is logged. ``"raise"``: in addition, the next saved tensor or step raises the error."""
     trace: str | None = None
     """A file that gets a trace of what was moved when, for https://ui.perfetto.dev. It is written when the offload is
@@ -189,7 +189,7 @@ class OffloadConfig:
 
     @property
     def keeps_some(self) -> bool:
-        """Whether saved tensors may stay in memory, as the planner says."""
+        """True if saved tensors may stay in memory, as the planner says."""
         return self.schedule != "all"
 
     def _read_sizes(self) -> None:

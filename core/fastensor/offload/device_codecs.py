@@ -28,7 +28,7 @@ _logger = logging.getLogger("fastensor")
 
 
 def count(piece: torch.Tensor, itemsize: int, narrow: torch.dtype | None) -> torch.Tensor:
-    """How many stored elements are not zero, and how many finite ones would become infinity: two int64."""
+    """Number of stored elements that are not zero, and of finite ones that would become infinity: two int64."""
     stored, overflows = _stored(piece, itemsize, narrow)
     return torch.stack([torch.count_nonzero(stored), overflows])
 

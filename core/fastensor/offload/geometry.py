@@ -1,4 +1,4 @@
-"""Which bytes of a storage are moved for a saved tensor, and how the tensor is made of these bytes again."""
+"""Bytes of a storage that are moved for a saved tensor, and the tensor that is made of them again."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 def is_address_space_limited() -> bool:
-    """Whether this process may only have so much address space (``ulimit -d``, ``ulimit -v``)."""
+    """True if the address space of this process is limited (``ulimit -d``, ``ulimit -v``)."""
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
     return any(limit != resource.RLIM_INFINITY for limit in limits)
 
@@ -105,7 +105,7 @@ def free_heap_bytes() -> int:
 
 
 def _mallinfo2() -> _MallInfo2:
-    """What the C library says of its heap; nothing but zeros if it does not say."""
+    """State of the C library's heap; zeros if it does not say."""
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo2 is None:
         return _MallInfo2()

@@ -16,7 +16,7 @@ _SPARSE_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torc
 
 
 def reason_to_keep(tensor: torch.Tensor) -> str:
-    """Why a saved tensor of any size stays in memory; an empty string if there is no reason.
+    """Reason for which a saved tensor of any size stays in memory; empty if there is none.
 
     The graph itself keeps leaves that require gradients alive, and with them all tensors that share their memory.
     """
@@ -61,7 +61,7 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 
 
 def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, or its base, is a copy of a parameter, such as autocast makes in each step. Found by walking
+    """True if a tensor, or its base, is a copy of a parameter, such as autocast makes in each step. Found by walking
     the graph back to the parameter."""
     base = tensor if tensor._base is None else tensor._base
     return _is_made_of_parameter(tensor) or (base is not tensor and _is_made_of_parameter(base))

@@ -1,4 +1,4 @@
-"""What a schedule does with the saved tensors of a step, for people."""
+"""Reports of a schedule's plan for the saved tensors of a step, for people."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PlannedTensor:
     idle_seconds: float
     """Seconds from the time when the tensor is saved until it is needed; infinity if it never is."""
     leaves: bool
-    """Whether the tensor leaves memory."""
+    """True if the tensor leaves memory."""
 
     def __str__(self) -> str:
         dtype, made_by = str(self.dtype).removeprefix("torch."), self.made_by or "input"
@@ -51,7 +51,7 @@ class PlanReport:
     """The most bytes that may stay."""
     forward_seconds: float
     backward_seconds: float
-    """What the step takes without offloading, as it was measured: without the time in hooks."""
+    """Measured seconds of the step without offloading: without the time in hooks."""
     prediction: Prediction
 
     __repr__ = record_repr
@@ -101,7 +101,7 @@ class PlanReport:
 
 @dataclass(frozen=True, slots=True)
 class OffloadEstimate:
-    """What training with an offload is expected to take. ``print`` shows it."""
+    """Expected time and memory of training with an offload. ``print`` shows it."""
 
     plan: PlanReport
     write_bandwidth: float

@@ -1,4 +1,4 @@
-"""Which saved tensors leave memory: FlashNeuron's scheduler (section 3.3), on what a step has measured. Pure.
+"""FlashNeuron's scheduler (section 3.3): chooses the saved tensors that leave memory, by measurements of a step. Pure.
 
 A profile says when each tensor is saved and needed again, by a clock that stands still while hooks wait. A prediction
 replays the step with some of the tensors going out and coming back over a disk of known bandwidth, and says how much
@@ -31,7 +31,7 @@ class ProfiledTensor:
     needed_at: float
     """Seconds from the start of the backward pass until the tensor was needed first; infinity if it never was."""
     ratio: float = 1.0
-    """How many times smaller its bytes are when they are encoded; 1 if they do not get smaller."""
+    """Ratio of its bytes to its encoded bytes; 1 if they do not get smaller."""
 
     @property
     def moved_bytes(self) -> float:
@@ -60,7 +60,7 @@ class StepProfile:
 
 @dataclass(frozen=True, slots=True)
 class TransferRates:
-    """How fast tensors move, and how many may be on the way."""
+    """Bandwidths of tensors, and budgets of bytes on the way."""
 
     write_bandwidth: float
     """Bytes per second."""
@@ -79,7 +79,7 @@ class TransferRates:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a step with some tensors offloaded is expected to take."""
+    """Predicted time of a step with some tensors offloaded."""
 
     step_seconds: float
     wait_to_write_seconds: float
@@ -131,7 +131,7 @@ def predict(profile: StepProfile, out: Set[int], rates: TransferRates) -> Predic
 
 
 def _forward(profile: StepProfile, out: Set[int], rates: TransferRates) -> tuple[float, dict[int, float], int]:
-    """How long the forward pass waits; when each write begins; and the most bytes in memory."""
+    """Seconds that the forward pass waits; the time at which each write begins; and the most bytes in memory."""
     waited = channel_free = 0.0
     pending: deque[tuple[float, int]] = deque()  # end of the write, bytes
     pending_bytes = kept_bytes = peak = 0
@@ -159,7 +159,7 @@ def _forward(profile: StepProfile, out: Set[int], rates: TransferRates) -> tuple
 def _backward(
     profile: StepProfile, out: Set[int], rates: TransferRates, begins: dict[int, float], started: float
 ) -> float:
-    """How long the backward pass waits."""
+    """Seconds that the backward pass waits."""
     waited, channel_free = 0.0, started
     ahead: deque[tuple[float, int]] = deque()  # when the tensor is used, bytes
     ahead_bytes = 0

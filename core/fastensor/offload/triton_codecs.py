@@ -21,7 +21,7 @@ _launching = threading.Lock()
 
 @triton.jit
 def _count_values(stored, counts, elements, BLOCK: tl.constexpr):
-    """How many elements of each block are not zero."""
+    """Count the elements of each block that are not zero."""
     block = tl.program_id(0)
     index = block * BLOCK + tl.arange(0, BLOCK)
     element = tl.load(stored + index, mask=index < elements, other=0)
@@ -54,7 +54,7 @@ def _pack_block(
 
 @triton.jit
 def _count_bits(bitmap, counts, elements, BLOCK: tl.constexpr):
-    """How many bits of each block are set."""
+    """Count the bits of each block that are set."""
     block = tl.program_id(0)
     index = block * BLOCK + tl.arange(0, BLOCK)
     byte = tl.load(bitmap + index // 8, mask=index < elements, other=0).to(tl.int32)

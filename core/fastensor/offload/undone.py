@@ -51,7 +51,7 @@ def undone(
 
 
 class _Before:
-    """What was there before the block.
+    """Values before the block.
 
     Args:
         file: gets values.

@@ -39,11 +39,11 @@ class Choice(NamedTuple):
     exploring: bool = False
     """True if the backend is tried to measure it, rather than known to be the fastest."""
     best_seconds: float | None = None
-    """Time of a try that the best backend is expected to take. A longer transfer has cost the difference."""
+    """Expected seconds of the best backend, for a try. A longer transfer has cost the difference."""
     prior_seconds: float | None = None
     """The time that the prior is expected to take; None if the prior was chosen."""
     risk_seconds: float = 0.0
-    """Time of a try that it is expected to take beyond the best backend's."""
+    """Expected seconds of a try beyond those of the best backend."""
 
     def __str__(self) -> str:
         return f"{self.backend}: {self.reason}"
