@@ -203,8 +203,8 @@ class FastensorCheckpointIO(CheckpointIO):
         return f"({given}){last}"
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Explain an attribute that the plugin lacks: Lightning asks for those of callbacks if the plugin was given as
-        one.
+        """Raise a clear error where the plugin was given as a callback: Lightning then asks for a callback's
+        attributes.
 
         Raises:
             TypeError: a Trainer or Fabric has taken the plugin for a callback.

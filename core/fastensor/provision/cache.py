@@ -1,4 +1,4 @@
-"""Which samples are in the cache, and where. Everything here is pure: the memory belongs to others.
+"""The cache's records of samples, and its decisions. Everything here is pure: the memory belongs to others.
 
 What is used last, goes first: if there is no room, the sample is evicted whose next use is furthest in the plan (Belady
 1966, "MIN", which no other rule beats if samples have one size). A sample evicts only those that are used after it. So
@@ -23,7 +23,7 @@ SLAB_NBYTES = 64 << 20
 
 
 class Extent(NamedTuple):
-    """Where a sample is in the cache."""
+    """Extent of a sample in the cache."""
 
     offset: int
     nbytes: int
@@ -57,15 +57,15 @@ class Cache:
         self._offsets = array("q", [-1]) * samples
         self._nbytes = array("q", bytes(8 * samples))
         self._uses = NextUses(samples)
-        """Of the samples that are not held."""
+        """Next uses of the samples that are not held."""
         self._held: dict[int, int] = {}
-        """How often each sample is held."""
+        """Number of holders of each sample."""
         self.samples = 0
         """Samples in the cache."""
         self.used_nbytes = 0
         """Bytes of these samples, and of what rounding adds to them."""
         self.evictions = 0
-        """How many samples had to go so far, to make room for others."""
+        """Samples that were evicted so far, to make room for others."""
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +78,7 @@ class Cache:
         return self._space.slab_nbytes
 
     def find(self, sample: int) -> Extent | None:
-        """Where a sample is; None if it is not in the cache."""
+        """Extent of a sample; None if it is not in the cache."""
         offset = self._offsets[sample]
         return None if offset < 0 else Extent(offset, self._nbytes[sample])
 

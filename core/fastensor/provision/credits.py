@@ -1,4 +1,5 @@
-"""For which client the next batch is made, so that none waits for batches that another one does not need yet.
+"""Choosing the client for which the next batch is made, so that none waits for batches that another one does not need
+yet.
 
 KSpeed (section III-D, "congestion-aware requests batching") measures how long data of each size takes, and limits what
 is in flight by that. Here the client's own pace counts, too. Everything is pure, and in seconds of one clock.
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 REMEMBERED = 64
-"""So many measurements count: what was before is forgotten."""
+"""Number of measurements that count; older ones are forgotten."""
 CONGESTION = 4.0
 """A batch that took so many times the least has mostly waited."""
 FIRST = 2
@@ -33,7 +34,7 @@ _PART = 0.9
 
 
 def size_class(nbytes: int) -> int:
-    """Which sizes are measured together: up to 32 KiB (0), 256 KiB (1), 2 MiB (2), 16 MiB (3), and so on.
+    """Class of sizes that are measured together: up to 32 KiB (0), 256 KiB (1), 2 MiB (2), 16 MiB (3), and so on.
 
     >>> [size_class(nbytes) for nbytes in (0, 32 << 10, (32 << 10) + 1, 256 << 10, 2 << 20, 1 << 30)]
     [0, 0, 1, 1, 2, 5]
@@ -44,7 +45,7 @@ def size_class(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What was measured of a client.
+    """Measurements of a client.
 
     >>> pace = Pace()
     >>> for step in range(10):  # a step of 0.1 s; a batch of 1 MB takes 0.25 s
@@ -54,7 +55,7 @@ class Pace:
     """
 
     times: tuple[float, ...] = ()
-    """When it took its last batches, by its own clock: the seconds that it waited for them are left out."""
+    """Times at which it took its last batches, by its own clock, without the seconds that it waited for them."""
     waited: float = 0.0
     """Seconds that it has waited in all."""
     seconds: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
@@ -77,8 +78,8 @@ class Pace:
         return replace(self, seconds={**self.seconds, number: seconds_of_class})
 
     def seconds_for(self, nbytes: int) -> float | None:
-        """How long a batch of this size takes, in nine of ten cases; that of the nearest size class, if there is none
-        of its own. None before anything was measured.
+        """Seconds that a batch of this size takes, in nine of ten cases; by the nearest size class, if its own has
+        none. None before anything was measured.
         """
         if not self.seconds:
             return None
@@ -87,7 +88,7 @@ class Pace:
         return min(seconds[math.ceil(_PART * len(seconds)) - 1], CONGESTION * seconds[0])
 
     def needed(self, nbytes: int) -> int:
-        """How many batches of this size are to be ahead of the client: in the making, or waiting for it."""
+        """Number of batches of this size that are to be ahead of the client: in the making, or waiting for it."""
         seconds = self.seconds_for(nbytes)
         if seconds is None or len(self.times) < 2:
             return FIRST

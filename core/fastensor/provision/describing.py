@@ -1,4 +1,4 @@
-"""What a sample is made of: a description in JSON, and the buffers of its tensors, arrays and bytes.
+"""Descriptions of samples: JSON, and the buffers of their tensors, arrays and bytes.
 
 In a description None, booleans, numbers and strings are themselves. All else is a list that begins with a letter:
 
@@ -50,12 +50,12 @@ def described(value: Any) -> tuple[bytes, tuple[memoryview, ...]]:
 
 
 def is_named(dtype: np.dtype[Any]) -> bool:
-    """Whether the name of a dtype is all there is to it: it has no objects, no fields, and is of no other package."""
+    """True if a dtype is known by its name: it has no objects, no fields, and is of no other package."""
     return is_name(dtype.str) and np.dtype(dtype.str) == dtype
 
 
 def is_name(text: Any) -> bool:
-    """Whether a text may be the name of a dtype of NumPy."""
+    """True if a text may be the name of a dtype of NumPy."""
     return isinstance(text, str) and _NUMPY_DTYPE.fullmatch(text) is not None
 
 
@@ -115,7 +115,7 @@ class _Describer:
 
 
 def _is_simple(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is its dtype, its shape and its bytes."""
+    """True if dtype, shape and bytes describe a tensor."""
     dense = tensor.layout is torch.strided and tensor.device.type == "cpu"
     return dense and not tensor.requires_grad and not tensor.is_quantized
 
@@ -128,7 +128,8 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> memoryview:
 
 
 def _module_of(kind: type) -> str:
-    """Where others find a class. In processes that ``multiprocessing`` has started, the script has another name."""
+    """Module in which others find a class. In processes that ``multiprocessing`` has started, the script has another
+    name."""
     return "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
 
 

@@ -28,7 +28,7 @@ _CRC32_BEGIN = len(_MAGIC)
 _CRC32_END = _CRC32_BEGIN + 4
 """The CRC32 is of all bytes from here on."""
 _BLOCK_NBYTES = 256 << 10
-"""So much is copied, and its CRC32 computed while the processor's cache has it."""
+"""Bytes that are copied at a time, so that their CRC32 is computed while the processor's cache has them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a data service needs of an engine, whatever moves the data.
+"""The protocol of a data service's engine, whatever moves the data.
 
 An engine has servers, which read a source, keep samples in memory, and make batches; and a client in each trainer. The
 client says once where in the order of samples the trainer begins. From then on servers push batches, in that order, as
@@ -27,7 +27,7 @@ class EngineLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What all clients of a service know about it."""
+    """Facts about a service that all its clients know."""
 
     samples: int
     """The number of samples of the source."""
@@ -38,7 +38,7 @@ class Facts:
     workers: int
     """Processes that read and prepare samples."""
     seed: int = 0
-    """Of what happens before the cache."""
+    """Seed of ``before_cache``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,15 @@ class Registration:
     buffer_nbytes: int = DEFAULT_BUFFER_NBYTES
     """Memory for batches that were pushed, and not dropped by the trainer yet."""
     ahead: int = DEFAULT_AHEAD
-    """How many batches are pushed ahead at most."""
+    """The most batches that are pushed ahead."""
     on_error: OnError = "raise"
-    """What becomes of samples that cannot be made. With ``"skip"``, what is pushed is a batch and the samples that it
-    lacks: a tuple of the batch, their positions, and the reasons."""
+    """Treatment of samples that cannot be made. With ``"skip"``, a push is a batch and the samples that it lacks: a
+    tuple of the batch, their positions, and the reasons."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a loader begins, or goes on."""
+    """Position at which a loader begins, or goes on."""
 
     plan: EpochPlan
     epoch: int
@@ -72,10 +72,10 @@ class Start:
 
 
 class Cost(NamedTuple):
-    """What it took to make a batch."""
+    """Cost of making a batch."""
 
     samples: int
-    """Of the batch."""
+    """Number of samples in the batch."""
     hits: int
     """Samples that the cache had."""
     read_nbytes: int
@@ -91,7 +91,7 @@ def cost_of_batch(positions: int, hits: int, read_nbytes: int, skipped: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """What comes from a server: a batch, or the reason why it cannot be made."""
+    """Message of a server: a batch, or the reason why it cannot be made."""
 
     generation: int
     index: int
@@ -105,13 +105,13 @@ class Pushed:
 
 
 class Feed(Protocol):
-    """What one loader gets. Used by one thread at a time. All methods may raise :class:`EngineLost`."""
+    """The batches of one loader. Used by one thread at a time. All methods may raise :class:`EngineLost`."""
 
     def start(self, start: Start) -> None:
         """Have batches pushed from there on."""
 
     def pushed(self, seconds: float) -> Pushed | None:
-        """What has come next; waits for so long. None if nothing has come, although servers are well."""
+        """Next message; waits up to ``seconds``. None if nothing has come, although servers are well."""
 
     def credit(self, generation: int, taken: int, *, waited_seconds: float) -> None:
         """Say that batches before number ``taken`` of a generation were given out, and what memory is free again.
@@ -131,7 +131,7 @@ class Engine(Protocol):
 
     @property
     def address(self) -> str:
-        """What other processes connect to."""
+        """Address that other processes connect to."""
 
     def register(self, registration: Registration) -> Feed:
         """Have a loader served.
@@ -149,7 +149,7 @@ class Engine(Protocol):
         """
 
     def health(self) -> dict[str, Any]:
-        """What the service does, for people and monitors.
+        """State of the service, for people and monitors.
 
         Raises:
             EngineLost: the service cannot be reached any more, or does not answer.

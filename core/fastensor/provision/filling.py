@@ -86,7 +86,7 @@ def show(observer: Engine, console: Console, is_left: Callable[[], bool]) -> Non
 
 
 def expected_samples(status: dict[str, Any], samples: int, cache_nbytes: int) -> int:
-    """How many samples the cache will hold, if the others are as large as those that it has.
+    """Number of samples that the cache will hold, if the others are as large as those that it has.
 
     >>> expected_samples({"cached_samples": 10, "cached_nbytes": 5000}, 1000, 100_000)
     200
@@ -96,7 +96,7 @@ def expected_samples(status: dict[str, Any], samples: int, cache_nbytes: int) ->
 
 
 def words(status: dict[str, Any], total: int, bytes_per_second: float) -> str:
-    """What is said beside the bar.
+    """Words beside the bar.
 
     >>> words({"cached_samples": 10, "cached_nbytes": 5 << 20}, 200, 2 << 20)
     '10 of 200 samples, 5 MiB, 2 MiB/s'

@@ -36,7 +36,7 @@ _NOWHERE = -1
 
 @dataclass(frozen=True, slots=True)
 class LoaderStatistics:
-    """What a loader has given out so far."""
+    """Counts of what a loader has given out so far."""
 
     given: Served = field(default_factory=Served)
     """Batches, and how long they were waited for."""
@@ -45,7 +45,7 @@ class LoaderStatistics:
     repeated: int = 0
     """Batches that came again, and were dropped."""
     recoveries: int = 0
-    """How often the service was lost, and looked for."""
+    """Number of times that the service was lost, and looked for."""
 
     __repr__ = record_repr
 
@@ -108,25 +108,25 @@ class ProvisionedLoader(EpochLoader):
         self._copies = None if where.type == "cpu" else DeviceCopies(where)
         self._feed: Feed | None = None
         self._is_started = False
-        """Whether the feed was told where to begin."""
+        """True once the feed was told where to begin."""
         self._next = Start(plan, _NOWHERE, 0)
-        """What the service sends next: a batch of which epoch, and its number."""
+        """Position of the batch that the service sends next: its epoch, and its number."""
         self._arrived: dict[int, Pushed] = {}
         """By their numbers, batches that were not given out yet."""
         self._late: set[int] = set()
         """Numbers of batches that were waited for in vain, and have not come yet."""
         self._statistics = LoaderStatistics()
         self._began: float | None = None
-        """When the first batch was wanted."""
+        """Time at which the first batch was wanted."""
         self._epoch_began = 0.0
-        """When the first one of the epoch was."""
+        """Time at which the first batch of the epoch was wanted."""
         self._counted = 0
         """The iteration that the statistics of the epoch are of."""
         self._recoveries = 0
-        """How often the service was lost since the last batch."""
+        """Number of times that the service was lost since the last batch."""
 
     def stats(self) -> LoaderStatistics:
-        """What was given out so far, and how long it was waited for."""
+        """Counts of what was given out so far, and how long it was waited for."""
         return self._statistics
 
     def close(self) -> None:

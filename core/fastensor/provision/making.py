@@ -1,4 +1,4 @@
-"""What is done with the user's objects: samples are read, prepared, and made into batches.
+"""Calls of the user's objects: samples are read, prepared, and made into batches.
 
 A sample is encoded when it was read and has gone through ``before_cache``. From then on it makes no difference whether
 it came from the cache. Functions of the user get a copy of their own, so they may change it.

@@ -18,7 +18,7 @@ BOUNDS: tuple[float, ...] = tuple(10 ** (step / _BOUNDS_PER_DECADE - 6) for step
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """How long a client has waited for its batches. Waits of about the same length are counted together.
+    """Histogram of a client's waits for batches.
 
     >>> waits = Waits()
     >>> for milliseconds in (1, 1, 1, 50):
@@ -28,9 +28,9 @@ class Waits:
     """
 
     counts: tuple[int, ...] = (0,) * (len(BOUNDS) + 1)
-    """Of waits up to each of the :data:`BOUNDS`, and of longer ones."""
+    """Numbers of waits up to each of the :data:`BOUNDS`, and of longer ones."""
     seconds: float = 0.0
-    """Of all waits together."""
+    """Sum of all waits."""
     longest: float = 0.0
     """In seconds."""
 
@@ -38,7 +38,7 @@ class Waits:
 
     @property
     def count(self) -> int:
-        """How many waits there were."""
+        """Number of waits."""
         return sum(self.counts)
 
     def with_wait(self, seconds: float) -> Self:
@@ -52,7 +52,7 @@ class Waits:
         return Waits(counts, self.seconds + other.seconds, max(self.longest, other.longest))
 
     def quantile(self, part: float) -> float:
-        """So many seconds were enough for this part of the waits. Up to 15 % too large; 0 without waits."""
+        """Seconds that were enough for this part of the waits. Up to 15 % too large; 0 without waits."""
         wanted, seen = math.ceil(part * self.count), 0
         for bound, count in zip((*BOUNDS, math.inf), self.counts, strict=True):
             seen += count
@@ -62,7 +62,7 @@ class Waits:
 
 
 PREFIX = "fastensor_provision_"
-"""Of the names of all metrics."""
+"""Prefix of the names of all metrics."""
 COUNTERS: Mapping[str, str] = {
     "batches": "Batches given to a client",
     "samples": "Samples in these batches",
@@ -71,7 +71,7 @@ COUNTERS: Mapping[str, str] = {
     "read_nbytes": "Bytes of samples that were read from the source",
     "skipped": "Samples that were left out because they could not be made",
 }
-"""What is counted of each client, by the fields of :class:`Served`."""
+"""Descriptions of the counters of each client, by the fields of :class:`Served`."""
 GAUGES: Mapping[str, str] = {
     "samples": "Samples in the cache",
     "used_nbytes": "Bytes of the cache that are in use",
@@ -93,16 +93,16 @@ def exposed_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a client was given, in an epoch or since it began."""
+    """Counts of what a client was given, in an epoch or since it began."""
 
     batches: int = 0
     samples: int = 0
     nbytes: int = 0
-    """Of the batches."""
+    """Bytes of the batches."""
     hits: int = 0
     """Samples that were in the cache already when it was time to read them."""
     read_nbytes: int = 0
-    """Of the samples that were read from the source and prepared for the cache."""
+    """Bytes of the samples that were read from the source and prepared for the cache."""
     skipped: int = 0
     """Samples that were left out because they could not be made."""
     seconds: float = 0.0
@@ -144,7 +144,7 @@ class Served:
         }
 
     def __add__(self, other: Served) -> Served:
-        """Of two clients at the same time, or of one after the other: seconds are added."""
+        """Sum of the counts of two clients, or of one at two times: seconds are added."""
         return Served(
             self.batches + other.batches,
             self.samples + other.samples,

@@ -1,4 +1,4 @@
-"""When each sample is used next, by its position in the plan of all epochs. Everything here is pure.
+"""Next use of each sample, by its position in the plan of all epochs. Everything here is pure.
 
 The position of a use is ``epoch * n + place``, with the number n of samples and the place in the order of the epoch. So
 positions count the uses of all epochs, and no two uses have the same.
@@ -17,8 +17,8 @@ _WORD_BITS = 64
 
 
 class Schedule:
-    """Which sample is used at each position, and when a sample is used again. Keeps the orders of a few epochs, which
-    take 16 bytes for each sample.
+    """Schedule of uses: the sample at each position, and the next use of a sample. Keeps the orders of a few epochs,
+    which take 16 bytes for each sample.
 
     >>> schedule = Schedule(EpochPlan(4, shuffle="none"))
     >>> schedule.sample_at(6), schedule.next_use(2, from_position=6), schedule.next_use(2, from_position=7)
@@ -138,9 +138,9 @@ class NextUses:
     def __init__(self, samples: int) -> None:
         self._samples = samples
         self._positions = array("q", [-1]) * samples
-        """Where each sample is used next; -1 if it is not in here."""
+        """Position of each sample's next use; -1 if it is not in here."""
         self._epochs: dict[int, tuple[PositionSet, array[int]]] = {}
-        """For each epoch the places that are next uses, and the sample of each place."""
+        """Places of each epoch that are next uses, and the sample of each place."""
 
     def set(self, sample: int, *, position: int) -> None:
         """Say when a sample is used next.

@@ -1,4 +1,4 @@
-"""What is said when a user's object cannot be pickled."""
+"""Errors about objects of the user that cannot be pickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which network cards and processors are next to each GPU, read from the PCIe tree in ``/sys``.
+"""Network cards and processors next to each GPU, read from the PCIe tree in ``/sys``.
 
 KSpeed (section III-D, "interference-free mapping") binds each GPU to a network card below the same PCIe switch, and
 each process to processors of the same NUMA node, so that the traffic of GPUs does not meet on the way to memory.
@@ -29,7 +29,7 @@ _CPU_RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
 
 class _Distance(NamedTuple):
-    """How far two devices are apart: the less, the nearer."""
+    """Distance of two devices: the less, the nearer."""
 
     level: int
     """0: below the same host bridge; 1: on the same NUMA node, or it is unknown; 2: on different ones."""
@@ -61,7 +61,7 @@ class NetworkCard:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What is next to a GPU."""
+    """Network cards and processors next to a GPU."""
 
     nearest_nics: tuple[str, ...]
     """All network cards that are nearest; RDMA devices, if there are any."""
@@ -77,7 +77,7 @@ class Placement:
 
 
 def placements(root: Path = Path("/")) -> dict[str, Placement]:
-    """What is next to each GPU, by the GPU's PCI address, in the order of addresses, which is that of CUDA with
+    """Placement of each GPU, by the GPU's PCI address, in the order of addresses, which is that of CUDA with
     ``CUDA_DEVICE_ORDER=PCI_BUS_ID``. Empty without GPUs, or without PCI.
 
     Args:
@@ -247,7 +247,7 @@ def _number(path: Path) -> int | None:
 
 
 def _text(path: Path) -> str:
-    """What a file has; nothing if it does not exist, or the kernel has nothing to say."""
+    """Text of a file; empty if it does not exist, or the kernel has nothing to say."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

@@ -24,7 +24,7 @@ _SHORT_NBYTES = 512
 _ADDRESS_ALIGNMENT = 16
 """Memory begins at a multiple of it: what ``malloc`` gives, and enough for every dtype."""
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, RuntimeError)
-"""What Python, NumPy and torch raise for descriptions that make no sense."""
+"""Errors that Python, NumPy and torch raise for descriptions that make no sense."""
 _TORCH_DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
@@ -59,7 +59,7 @@ def _node_of_short(description: bytes) -> Node:
 
 
 def _node(description: bytes) -> Node:
-    """What a description says. Nobody may change it: samples of one shape share it."""
+    """Parsed description. Nobody may change it: samples of one shape share it."""
     return _node_of_short(description) if len(description) <= _SHORT_NBYTES else _node_of_short.__wrapped__(description)
 
 
@@ -69,7 +69,7 @@ class _Restorer:
 
     memory: memoryview
     end: int
-    """Where the last buffer ends that was taken."""
+    """End of the last buffer that was taken."""
 
     def value_of(self, node: Node, depth: int = 0) -> Any:
         """The value of a description, which is in ``depth`` other ones."""
@@ -80,7 +80,7 @@ class _Restorer:
         return _RESTORES[node[0]](self, node, depth + 1)
 
     def take(self, nbytes: Node) -> int:
-        """Where the next buffer begins."""
+        """Offset of the next buffer."""
         begin = aligned(self.end)
         self.end = begin + _size(nbytes)
         if self.end > len(self.memory):

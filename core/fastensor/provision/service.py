@@ -163,7 +163,7 @@ class DataService:
 
     @property
     def address(self) -> str:
-        """What other processes :meth:`connect` to."""
+        """Address that other processes :meth:`connect` to."""
         return self._engine.address
 
     def __len__(self) -> int:
@@ -238,7 +238,7 @@ class DataService:
         self._reached(lambda: self._engine.preload(EpochPlan(len(self), seed=seed, shuffle=shuffle), int(epoch)))
 
     def status(self) -> dict[str, Any]:
-        """What the service does now: its processes, its loaders, and counts of what was cached and read."""
+        """State of the service: its processes, its loaders, and counts of what was cached and read."""
         return self._reached(self._engine.health)
 
     def _reached(self, action: Callable[[], T]) -> T:
@@ -264,7 +264,7 @@ class DataService:
 
 
 def _ray() -> ModuleType:
-    """What this needs of the engine on Ray, which is imported when it is used."""
+    """The engine on Ray, which is imported when it is used."""
     try:
         return import_module("fastensor.provision.ray.client")
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Where samples come from: datasets of PyTorch, of Hugging Face and of Ray Data, LMDB databases, and files.
+"""Sources of samples: datasets of PyTorch, of Hugging Face and of Ray Data, LMDB databases, and files.
 
 All that a data service needs of a source is to read many samples by their positions, and to know it again.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _SAMPLES = 8
-"""So many samples identify a dataset that says nothing about itself."""
+"""Number of samples that identify a dataset that says nothing about itself."""
 
 
 @runtime_checkable
@@ -86,7 +86,7 @@ def as_source(data: Any, *, fingerprint: str = "") -> Source:
 
 
 def is_of_ray_data(data: Any) -> bool:
-    """Whether it is a ``ray.data.Dataset``. Imports no Ray."""
+    """True for a ``ray.data.Dataset``. Imports no Ray."""
     return any(f"{kind.__module__}.{kind.__qualname__}" == "ray.data.dataset.Dataset" for kind in type(data).__mro__)
 
 
@@ -171,7 +171,7 @@ class FileSource:
         return len(self.paths)
 
     def fingerprint(self) -> str:
-        """Of the names, below the folder that all are in, and of the sizes. So a copy has the same."""
+        """Fingerprint of the names, below the folder that all are in, and of the sizes. So a copy has the same."""
         folder = posixpath.commonpath([posixpath.dirname(path) for path in self.paths])
         names = (posixpath.relpath(path, folder) for path in self.paths)
         return _digest(f"{name}\0{size}".encode() for name, size in zip(names, self.sizes, strict=True))

@@ -14,7 +14,7 @@ from fastensor.provision.metrics import Cached
 
 @dataclass(slots=True)
 class Counts:
-    """What has happened to the samples of a service."""
+    """Counts of what has happened to the samples of a service."""
 
     hits: int = 0
     """Samples of batches that the cache had."""
@@ -40,15 +40,15 @@ class Stock:
         self.counts = Counts()
         self.cache = cache
         self._reading: set[int] = set()
-        """What workers read now."""
+        """Samples that workers read now."""
         self._unwritten: set[int] = set()
-        """What has a place, and is not written yet."""
+        """Samples that have a place, and are not written yet."""
         self._damaged: set[int] = set()
         self._unreadable: set[int] = set()
-        """What could not be read ahead. The batches that need it try again, and their loaders are told."""
+        """Samples that could not be read ahead. The batches that need them try again, and their loaders are told."""
 
     def take(self, positions: Integers) -> tuple[Integers, Integers]:
-        """Where samples are, with -1 for those that are not there; and their bytes. They are held from now on."""
+        """Offsets of samples, -1 for those that are not there; and their bytes. They are held from now on."""
         offsets, lengths = np.full(len(positions), -1), np.zeros(len(positions), np.int64)
         for place, position in enumerate(positions.tolist()):
             if self.cache is not None and (found := self._whole(position)) is not None:
@@ -71,11 +71,11 @@ class Stock:
 
     @property
     def unreadable(self) -> int:
-        """How many samples could not be read ahead, and are not kept since."""
+        """Number of samples that could not be read ahead, and are not kept since."""
         return sum(self.cache is None or self.cache.find(position) is None for position in self._unreadable)
 
     def awaits(self, positions: Integers) -> bool:
-        """Whether some of the samples will be found soon."""
+        """True if some of the samples will be found soon."""
         wanted = positions.tolist()
         return not (self._reading.isdisjoint(wanted) and self._unwritten.isdisjoint(wanted))
 
@@ -86,7 +86,7 @@ class Stock:
         return np.array([one for one in found if self.cache is not None and self.cache.find(one) is None], np.int64)
 
     def would_keep(self, count: int, next_use: int) -> bool:
-        """Whether there is likely to be room for so many samples more, the last of which is used then."""
+        """True if there is likely to be room for so many samples more, the last of which is used then."""
         if self.cache is None:
             return False
         mean_nbytes = self.cache.used_nbytes / max(self.cache.samples, 1)
@@ -103,7 +103,7 @@ class Stock:
                 self._damaged.discard(position)
 
     def place(self, positions: Integers, lengths: Integers, next_uses: Integers) -> Integers:
-        """Where samples are to be written; -1 where there are others that are used sooner, or held. They are held."""
+        """Offsets to write samples to; -1 where there are others that are used sooner, or held. They are held."""
         offsets = np.full(len(positions), -1)
         entries = zip(positions.tolist(), lengths.tolist(), next_uses.tolist(), strict=True)
         for place, (position, nbytes, next_use) in enumerate(entries):
@@ -126,7 +126,7 @@ class Stock:
         self.written(positions, positions)
 
     def cached(self) -> Cached:
-        """What is kept, for monitors."""
+        """State of the cache, for monitors."""
         if self.cache is None:
             return Cached(0, 0, 0, 0)
         return Cached(self.cache.samples, self.cache.used_nbytes, self.cache.nbytes, self.cache.evictions)

@@ -1,4 +1,4 @@
-"""What workers do next, and what follows from what they have done. No process and no connection is touched here."""
+"""Choosing the next tasks of workers, by what they have done. No process and no connection is touched here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NONE = np.zeros(0, np.int64)
 _MOST_ATTEMPTS = 3
 """A task that so many workers have been killed with is not given to another one."""
 _NEIGHBOURS = 16
-"""So many consecutive samples are kept by one server."""
+"""Number of consecutive samples that one server keeps."""
 _MOST_PRELOADED = 16
 """Samples that are read together for the cache only. A batch may have to wait for them."""
 
@@ -50,7 +50,7 @@ def owners(positions: Positions, servers: int) -> Positions:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """What a worker does: a batch for a loader, or samples for the cache."""
+    """Task of a worker: a batch for a loader, or samples for the cache."""
 
     number: int
     stream: Stream | None
@@ -63,17 +63,17 @@ class Task:
     positions: Positions
     slot: Slot | None = None
     begun_seconds: float = field(default_factory=time.monotonic)
-    """When it was decided to do it."""
+    """Time at which it was begun."""
     attempts: int = 0
     """Workers that have been killed with it."""
     offsets: Integers = field(default_factory=lambda: _NONE)
-    """Where the samples are in the cache, -1 for those that are not there."""
+    """Offsets of the samples in the cache, -1 for those that are not there."""
     writes: Integers = field(default_factory=lambda: _NONE)
     """Positions of the samples that the worker was told to write to the cache."""
 
 
 class Tasks:
-    """What is to be done for the loaders of a service. See the module.
+    """Pending tasks for the loaders of a service. See the module.
 
     Args:
         facts: of the service.
@@ -89,10 +89,10 @@ class Tasks:
         )
         self._numbers = 0
         self._again: list[Task] = []
-        """What workers have been killed with."""
+        """Tasks of workers that were killed."""
         self._preloading: Preloading | None = None
         self._cache_is_full = False
-        """Whether it has had no room for samples that come next, and no batch was made since."""
+        """True if it has had no room for samples that come next, and no batch was made since."""
 
     def start(self, start: Start, plans: Collection[EpochPlan]) -> None:
         """A loader begins, or preloading does: the cache follows its order, unless another loader has the order that it
@@ -151,7 +151,7 @@ class Tasks:
         return None
 
     def task_of(self, plan: EpochPlan, batch: Batch) -> Task:
-        """What is to be read for a batch: the samples of it that are kept here."""
+        """Task that reads for a batch: the samples of it that are kept here."""
         begin = batch.epoch * plan.n
         after = begin + plan.consumed_after(1, batch.consumed)
         self.orders.passed(plan, begin + batch.consumed)
@@ -176,7 +176,7 @@ class Tasks:
         return None
 
     def work_of(self, task: Task) -> Work:
-        """What a worker has to know. The samples are held from now on."""
+        """Message to a worker. The samples are held from now on."""
         task.offsets, lengths = self.stock.take(task.positions)
         self.stock.reading(task.positions[task.offsets < 0])
         loader = -1 if task.stream is None else task.stream.number

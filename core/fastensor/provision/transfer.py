@@ -26,7 +26,7 @@ class DeviceCopies:
         self._copies = Copies([device], "batches")
         self._pinned: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
         self._copied: list[Sequence[Event]] = [(), ()]
-        """When each piece of pinned memory can be used again."""
+        """Events after which each piece of pinned memory can be used again."""
         self._turn = 0
 
     def __call__(self, batch: Any) -> Any:

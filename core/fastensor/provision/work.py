@@ -1,4 +1,4 @@
-"""What the user's processes are told to do, and what they say that they have done."""
+"""Messages to worker processes, and their answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastensor.data.coalescing import Integers
 
 
 class Work(NamedTuple):
-    """What a worker is to do: a batch, or to read samples for the cache."""
+    """Message to a worker: make a batch, or read samples for the cache."""
 
     number: int
     loader: int
@@ -19,17 +19,17 @@ class Work(NamedTuple):
     slot_nbytes: int
     positions: Integers
     offsets: Integers
-    """Of each sample in the cache; -1: it is not there."""
+    """Offset of each sample in the cache; -1: it is not there."""
     lengths: Integers
     """Bytes of each sample in the cache."""
 
 
 class Done(NamedTuple):
-    """What a worker has done."""
+    """Answer of a worker."""
 
     number: int
     nbytes: int
-    """Of the batch, which is in its slot or in memory of its own."""
+    """Bytes of the batch, which is in its slot or in memory of its own."""
     read: Integers
     """Positions of the samples that it has read."""
     lengths: Integers

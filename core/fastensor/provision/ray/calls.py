@@ -1,4 +1,4 @@
-"""What is passed between the processes of a service on Ray, and what all of them find by its name.
+"""Messages between the processes of a service on Ray, and the record that all of them find by its name.
 
 The facts of a service and the user's objects are kept by Ray's global control store, where actors find them whenever
 Ray starts them again. The objects are pickled by ``cloudpickle``, as those of Ray's tasks are, so functions of a script
@@ -41,15 +41,15 @@ class Ask:
     taken: int
     """Batches of the generation before this number were given out."""
     needed: int
-    """So many batches ahead keep the trainer from waiting."""
+    """Number of batches ahead that keep the trainer from waiting."""
     waited_seconds: float | None
-    """For how long the trainer has waited for the batch that it has taken last; None if that was said before."""
+    """Seconds that the trainer has waited for the batch that it has taken last; None if that was said before."""
     collate_fn: bytes
     """A pickle; empty: as a ``DataLoader`` does it."""
     servers: int
-    """Of the service, as the client knows it: which of them keeps a sample depends on it."""
+    """Number of servers of the service, as the client knows it: it decides which one keeps a sample."""
     on_error: OnError = "raise"
-    """What becomes of samples that cannot be made."""
+    """Treatment of samples that cannot be made."""
 
 
 def client_of(loader: str) -> str:
@@ -66,7 +66,7 @@ class Part(NamedTuple):
     lengths: list[int]
     cost: Cost
     seconds: float
-    """That it took to find them."""
+    """Seconds that it took to find them."""
     skipped: dict[int, Skipped] = {}  # noqa: RUF012  # nobody writes to it
     """By their places, those that could not be read: they have no bytes."""
 
@@ -78,7 +78,7 @@ class Made(NamedTuple):
     """A value of :mod:`fastensor.provision.encoding`."""
     cost: Cost
     seconds: float
-    """That it took to make it, without those in which others were served."""
+    """Seconds that it took to make it, without those in which others were served."""
     failure: str = ""
 
 
@@ -97,11 +97,11 @@ def pickled(value: Any, what: str) -> bytes:
 
 
 class _Published(NamedTuple):
-    """What a service serves. It is kept under one key, the name of the service, so that it comes from one process."""
+    """Record of a service. It is kept under one key, the name of the service, so that it comes from one process."""
 
     facts: Facts
     paths: list[str]
-    """Where the process that has published it finds modules."""
+    """Paths on which the process that has published it finds modules."""
     contents_key: str
     """Under this key the pickled :class:`~fastensor.provision.making.Contents` are kept. They may be long, and most
     processes need only the facts."""

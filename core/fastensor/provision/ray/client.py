@@ -31,16 +31,17 @@ from fastensor.provision.ray.memory import owned
 from fastensor.provision.ray.server import Server
 
 PREFIX = "ray:"
-"""Of the addresses of services on Ray: ``ray:CLUSTER/NAME``; see :func:`fastensor.provision.ray.cluster.join`."""
+"""Prefix of the addresses of services on Ray: ``ray:CLUSTER/NAME``; see
+:func:`fastensor.provision.ray.cluster.join`."""
 _ANSWER_SECONDS = 60
-"""For how long actors may take to start, and to answer. They import torch."""
+"""Seconds that actors may take to start, and to answer. They import torch."""
 _HEALTH_SECONDS = 35
 """The manager answers within this time, even if a server hangs."""
 _RETRY_SECONDS = 0.05
 _MOST_CALLS = 1 << 14
 """At the same time, by an actor. Those that wait for other servers must leave room for these servers' calls."""
 _MOST_RETRIES = 3
-"""What has ended a server so many times after the first is an error."""
+"""Number of times that a server is started again, before its end is an error."""
 _live: weakref.WeakSet[RayEngine | RayFeed] = weakref.WeakSet()
 _of_parent: list[Any] = []
 """In a forked child, what is Ray's of the parent. To drop it would take locks that the parent's threads may hold."""
@@ -48,7 +49,7 @@ _of_parent: list[Any] = []
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a service serves, for whoever may have to start it."""
+    """Source and options of a service, for whoever may have to start it."""
 
     facts: Facts
     contents: bytes
@@ -79,8 +80,8 @@ class RayEngine:
         self._membership: cluster.Membership | None = None
         self._manager: Any = None
         self._stays: tuple[Any, ...] = ()
-        """What the manager returns when this client leaves. It is lost when this process ends, which the manager
-        notices."""
+        """Reference to the call that the manager ends when this client leaves. It is lost when this process ends, which
+        the manager notices."""
         self._dropped: weakref.finalize[..., RayEngine] | None = None
         """Leaves when this engine is forgotten, and :meth:`close` was not called."""
         try:
@@ -258,7 +259,7 @@ class RayFeed:
         self._asked: dict[Any, Place] = {}
         """By the reference to the answer what was asked for."""
         self._waited: float | None = None
-        """What the trainer has waited for the last batch, until servers were told."""
+        """Seconds that the trainer has waited for the last batch, until servers were told."""
         self._kept = _Kept()
         self._forget = weakref.finalize(self, engine.forget, name, self._asked)
         """Has the servers forget the loader, also when it is dropped without :meth:`close`."""
@@ -341,7 +342,7 @@ class _Kept:
 
     @property
     def nbytes(self) -> int:
-        """Of all that are used now."""
+        """Bytes of all batches that are used now."""
         self._nbytes -= sum(self._dropped.popleft() for _ in range(len(self._dropped)))
         return self._nbytes
 

@@ -10,7 +10,7 @@ _BOUNDS = [bound for number, bound in enumerate(BOUNDS) if number % 4 == 0]
 
 
 class Exported:
-    """What a server has done. Prometheus sees the names with ``ray_`` before them.
+    """Metrics of a server. Prometheus sees the names with ``ray_`` before them.
 
     Args:
         service: its name.

@@ -22,17 +22,17 @@ from fastensor.provision.ray.calls import withdraw
 
 _log = logging.getLogger(__name__)
 _FIRST_CLIENT_SECONDS = 60
-"""For how long the manager waits for its first client: whoever has started it may have died."""
+"""Seconds that the manager waits for its first client: whoever has started it may have died."""
 _CHECK_SECONDS = 5
 _HEALTH_SECONDS = 60
 """A server that does not answer for so long is taken to hang. It answers at once, unless it is starting, which takes
 seconds, or the user's code keeps Python itself from going on."""
 _ANSWER_SECONDS = 5
-"""Who asks for the status does not wait longer for a server."""
+"""Seconds that a status waits for a server."""
 _STOP_SECONDS = 5
 """The end of the service does not wait longer for a server."""
 _ANSWERED_SECONDS = 0.1
-"""Who has had the service end gets an answer within this time."""
+"""Seconds within which whoever has had the service end gets an answer."""
 
 
 class Manager:
@@ -51,7 +51,7 @@ class Manager:
         """By name those that use the service; the event says that they do not any more."""
         self._is_ending = False
         self._killed = 0
-        """How often a server that hung was killed."""
+        """Number of servers that hung and were killed."""
         self._running = [asyncio.create_task(self._look_after(number)) for number in range(servers)]
         self._running.append(asyncio.create_task(self._await_clients()))
 
@@ -91,7 +91,7 @@ class Manager:
         await self._statuses()
 
     async def status(self) -> dict[str, Any]:
-        """What the service does, for people and monitors."""
+        """State of the service, for people and monitors."""
         found = await self._statuses()
         answers = [one for one in found if one is not None]
         counts: dict[str, int] = {}
@@ -187,14 +187,14 @@ class Manager:
         return await asyncio.gather(*(self._status_of(number) for number in range(len(self._servers))))
 
     async def _status_of(self, number: int) -> dict[str, Any] | None:
-        """What a server says; None if it does not, because it starts, ends or hangs."""
+        """Status of a server; None if it does not answer, because it starts, ends or hangs."""
         try:
             return await self._answer_of(number, _ANSWER_SECONDS)
         except (TimeoutError, ActorUnavailableError):
             return None
 
     async def _answer_of(self, number: int, seconds: float) -> dict[str, Any] | None:
-        """What a server says; None if it has ended for good, and the service with it.
+        """Answer of a server; None if it has ended for good, and the service with it.
 
         Raises:
             TimeoutError: it has not answered within some time.
@@ -214,7 +214,7 @@ async def _answer(ref: Any) -> dict[str, Any]:
 
 
 def _loaders(of_servers: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What all servers together say of each loader."""
+    """Counts of each loader, of all servers together."""
     served: dict[str, Served] = {}
     found: dict[str, dict[str, Any]] = {}
     for loaders in of_servers:

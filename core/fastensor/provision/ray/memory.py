@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 _ALIGNMENT = 16
-"""What :func:`fastensor.provision.encoding.decode` needs."""
+"""Alignment that :func:`fastensor.provision.encoding.decode` needs."""
 _writable: list[range] = []
 """Addresses of mappings that are known to be writable."""
 

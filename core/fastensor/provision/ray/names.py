@@ -8,7 +8,7 @@ import ray
 from ray.experimental import internal_kv
 
 NAMESPACE = "fastensor"
-"""Of named actors, and of what Ray's global control store keeps for them."""
+"""Namespace of named actors, and of their records in Ray's global control store."""
 
 
 def manager_of(name: str) -> Any:
@@ -47,7 +47,7 @@ def keep(key: str, value: bytes) -> None:
 
 
 def kept(key: str) -> bytes | None:
-    """What is kept under a key; None if nothing is."""
+    """Value under a key; None if there is none."""
     found: bytes | None = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
     return found
 

@@ -116,11 +116,11 @@ class Server:
         self._peers: dict[int, Any] = {}
         self._turns = Turns()
         self._count = 0
-        """How many turns there were."""
+        """Number of turns so far."""
         self._user = ThreadPoolExecutor(1, thread_name_prefix="fastensor-user")
         self._filling: asyncio.Task[None] | None = None
         self._has_changed = asyncio.Event()
-        """Whether there may be something to read ahead."""
+        """Set if there may be something to read ahead."""
         self._exported = Exported(name, number)
         self._under_way: set[asyncio.Task[Any]] = set()
         """The tasks of calls that have not been answered yet."""
@@ -162,7 +162,7 @@ class Server:
         self._loaders = {name: one for name, one in self._loaders.items() if client_of(name) != client}
 
     async def status(self) -> dict[str, Any]:
-        """What this server does. The loaders' counts are of the batches that it has made."""
+        """State of this server. The loaders' counts are of the batches that it has made."""
         loaders = {
             loader: {
                 "ranks": (one.plan.rank, one.plan.world_size),

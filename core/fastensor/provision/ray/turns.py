@@ -1,4 +1,4 @@
-"""Who is next: coroutines that need the same thing one at a time, in the order of keys that may change meanwhile."""
+"""Priority lock for asyncio: one coroutine at a time, in the order of keys that may change meanwhile."""
 
 from __future__ import annotations
 
