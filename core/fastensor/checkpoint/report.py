@@ -23,7 +23,7 @@ class SaveReport:
     backend: str
     """Backend that moved the bytes."""
     reason: str
-    """Why that backend."""
+    """Reason for the choice of the backend."""
     durable: bool
     """True if file and name were on stable storage when the save returned."""
     atomic: bool
@@ -79,7 +79,7 @@ class LoadReport:
     backend: str
     """Backend that brought the bytes; ``torch`` also where ``torch.load`` was given the whole file."""
     reason: str
-    """Why that backend."""
+    """Reason for the choice of the backend."""
     verified: bool
     """True if every byte that was loaded matched a CRC32 in the file."""
     resident_fraction: float

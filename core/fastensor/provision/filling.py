@@ -23,7 +23,7 @@ class Left(Protocol):
 
     @property
     def is_left(self) -> bool:
-        """Whether it has."""
+        """True once it has left."""
 
 
 def show_in_thread(user: Left, connect: Callable[[], Engine]) -> None:

@@ -1,4 +1,4 @@
-"""What an asynchronous writer has done so far."""
+"""Counts of what an asynchronous writer has done so far."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WriterStatistics:
     nbytes: int
     """Size of all files that were finished."""
     stall_seconds: float
-    """How long calls of ``save`` took, all of them together."""
+    """Seconds that all calls of ``save`` took together."""
     staging_bytes: int
     """Memory that is kept for staging, used or not."""
     peak_staging_bytes: int
@@ -53,7 +53,7 @@ class SaveCounters:
 
     def __init__(self) -> None:
         self.ends: Counter[str] = Counter()
-        """How many saves have ended in each stage."""
+        """Number of saves that have ended in each stage."""
         self.nbytes = 0
         self.stall_seconds = 0.0
         self._lock = threading.RLock()

@@ -1,4 +1,4 @@
-"""Whether the target of a conversion is its source, of which nothing may be lost then."""
+"""Conversions whose target is their source, of which nothing may be lost then."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastensor.stitch.safetensors import beyond_format
 
 
 def is_same_file(source: Location, target: Location) -> bool:
-    """Whether source and target are one file, which may have several names."""
+    """True if source and target are one file, which may have several names."""
     one, other = _identity_of(source), _identity_of(target)
     return one is not None and one == other
 
@@ -62,7 +62,7 @@ def check_nothing_is_lost(
 def _losses(
     catalog: Catalog, selection: Selection, settings: ConvertSettings, texts: Mapping[str, str]
 ) -> dict[str, bool]:
-    """What may be lost of a file, and whether it is."""
+    """Possible losses of a file, each with a flag if it occurs."""
     tensors = selection.tensors
     return {
         f"everything beside {settings.root!r}": settings.root is not None,
