@@ -24,7 +24,7 @@ from fastensor.stitch.source import Plan
 _MOST_THREADS = 4
 """More threads do not copy faster: memory is the limit."""
 _SMALL_SHARE = 8
-"""One thread copies what is in host memory, and queues the rest, if no more than one in so many bytes is there."""
+"""Least ratio of all bytes to those in host memory with which one thread copies these, and queues the other copies."""
 _MOST_AT_ONCE = 16
 """The most buffers that a thread fills at once. What a storage has in these is one copy if they are neighbours."""
 _SHARE = 4

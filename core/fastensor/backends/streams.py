@@ -1,6 +1,6 @@
 """Streams of devices: what is queued on them runs in order, and behind the events that they were told to wait for.
 
-All that Fastensor queues on CUDA's streams goes through this module. Whoever queues copies waits for nothing; whoever
+All that Fastensor queues on CUDA's streams goes through this module. Queueing copies waits for nothing; whoever
 needs their bytes on the host waits for an event. Tests put a model of a device in the place of CUDA
 (``tests/device_model.py``), which runs what is queued as late as it may, and notes what is not ordered.
 """

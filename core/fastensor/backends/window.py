@@ -13,7 +13,7 @@ from fastensor.backends.base import Extent
 ALIGNMENT = 64
 """Parts that are aligned to this in the file are so in memory, too, as all memory of torch is."""
 WINDOW_NBYTES = 1 << 20
-"""About so many bytes are read together."""
+"""Bytes that are read together, about."""
 SMALL_NBYTES = 64 << 10
 """Parts up to this size are read together with the parts behind them."""
 

@@ -37,7 +37,7 @@ _LEAVE_SECONDS = 60
 """Leaving a service on Ray takes seconds."""
 _RETRY_SECONDS = 0.02
 _LOOK_SECONDS = 1
-"""A service that nobody uses is started again within this time."""
+"""Seconds within which an unused service is started again."""
 _PREFIX = f"fastensor-up-{os.geteuid()}-"
 _END = 1
 """The kind of the message that ends a program which keeps a service."""

@@ -35,7 +35,7 @@ T = TypeVar("T", covariant=True)
 _SAMPLES = 16
 _SAMPLE_NBYTES = 4096
 _MOST = 4
-"""A dataset of at least one in so many of the file's values wants most of the file."""
+"""Largest ratio of the file's values to a dataset's with which the dataset wants most of the file."""
 
 
 @checks_keywords

@@ -60,7 +60,7 @@ class Array:
 
     dtype: npt.DTypeLike
     shape: tuple[int, ...] = (-1,)
-    """One size may be -1: as many as there are."""
+    """One size may be -1: the number of rows that there are."""
 
     def __call__(self, value: BytesLike) -> npt.NDArray[Any]:
         """A read-only view where it is aligned.

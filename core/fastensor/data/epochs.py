@@ -168,8 +168,8 @@ class EpochLoader(ABC):
         """Let the next iteration go on where a state was taken; with the next epoch, if that one was complete.
 
         Warns:
-            UserWarning: ``len`` has said before that the epoch is shorter. Whoever goes by that, as Lightning does,
-                loses the end of the epoch.
+            UserWarning: ``len`` has said before that the epoch is shorter. A caller that goes by that, as Lightning
+                does, loses the end of the epoch.
 
         Raises:
             ValueError: the state is of other samples, or of another order, or says what cannot be.

@@ -29,7 +29,7 @@ _LEAST_BROUGHT_NBYTES = 4 << 10
 _CHOICES_PER_PASS = 8
 _LEAST_VALUES_PER_CHOICE = 1024
 _FIRST_CHOICE_SOONER = 2
-"""The first choice after the file was opened is due so many times sooner: by then it is likely that the rest of the
+"""The first choice after the file was opened is due this many times sooner: by then it is likely that the rest of the
 values will be wanted, and a sweep can begin."""
 
 

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def call_within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in a thread of its own, and wait for it so long at most; ``inf`` is for ever.
+    """Call a function in a thread of its own, and wait at most ``seconds`` for it; ``inf`` is for ever.
 
     A call that has not returned by then, or when an interrupt ends the wait, is left to its thread, which does not keep
     the process from ending. The call may still take effect. What it was made on is in use: further calls of the same

@@ -16,7 +16,7 @@ _WHOLE_ITEMS, _WHOLE_LETTERS = 8, 120
 
 def shown(describe: Callable[[Any], str]) -> Callable[[Any], str]:
     """A ``__repr__``, made of what a function says after the name of the class. The function has to go by attributes
-    only: it reads no file, and waits for nobody.
+    only: it reads no file, and waits for nothing.
 
     An object whose constructor has not come so far, which debuggers and tracebacks show, says that.
 

@@ -277,7 +277,7 @@ def take_values(
 
 
 def take(feed: Feed, generation: int, count: int, **options: Any) -> list[list[int]]:
-    """The numbers of the samples of so many batches. See :func:`take_values`."""
+    """The numbers of the samples of the next ``count`` batches. See :func:`take_values`."""
     return [batch[:, 0].int().tolist() for batch in take_values(feed, generation, count, **options)]
 
 

@@ -37,7 +37,7 @@ _OVERHEAD_NBYTES = 2 << 10
 _SHARE_OF_FREE = 4
 """No file is larger than a quarter of the free space."""
 _CLEARLY_FASTER = 1.25
-"""A backend that is so many times as fast is so for more than the noise of a few rounds."""
+"""Ratio of bandwidths that is more than the noise of a few rounds."""
 _NAME = "values"
 
 

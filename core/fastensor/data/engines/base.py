@@ -17,7 +17,7 @@ it is kept. Meanwhile the whole read that has brought it stays in memory, or the
 
 _READS_AHEAD = 256
 _NBYTES_AHEAD = 16 << 20
-"""At most so many reads and bytes are under way beyond those that are needed now, or twice what was just taken, if that
+"""The most reads and bytes that are under way beyond those that are needed now, or twice what was just taken, if that
 is more. More would make no disk faster, and to begin them takes time."""
 
 
