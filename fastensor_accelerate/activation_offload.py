@@ -180,7 +180,7 @@ def _hooks_of(module: nn.Module) -> list[ModelHook]:
 
 
 def _is_wanted(offload: ActivationOffload) -> bool:
-    """Whether a forward pass that begins in this thread is to have a step."""
+    """True if a forward pass that begins in this thread is to have a step."""
     if not torch.is_grad_enabled():
         return False
     if torch.compiler.is_compiling():
@@ -246,9 +246,9 @@ class _Prepared:
     name: str
     """The prefix of its metrics: ``offload``, ``offload_1``, …, as Accelerate numbers the files of models."""
     logged: OffloadStatistics
-    """What trackers know."""
+    """Statistics that trackers have."""
     is_checked: bool = False
-    """Whether it was looked at after a backward pass."""
+    """True if it was looked at after a backward pass."""
 
 
 class PreparedOffloads:
@@ -317,7 +317,7 @@ class PreparedOffloads:
             )
 
     def metrics(self) -> dict[str, float]:
-        """What was moved since the last call, for trackers. A model that has not run since has no entries, which would
+        """Counts since the last call, for trackers. A model that has not run since has no entries, which would
         replace those of the same step in a tracker."""
         metrics: dict[str, float] = {}
         for known in self._models:

@@ -1,4 +1,4 @@
-"""Which processes of a job save a state together: all, or the main process alone."""
+"""The processes of a job that save a state together: all, or the main process alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the directory of a state is replaced: whole or not at all.
+"""Replacing the directory of a state: whole or not at all.
 
 All files of a state are written to a staging directory. One rename commits them. A state that Accelerate names
 (``checkpoints/checkpoint_3``) is staged in ``checkpoints.saving/checkpoint_3``, and the rename publishes it. A
@@ -47,7 +47,7 @@ _OBSOLETE = ".fastensor-obsolete"
 
 
 class StateDirectory:
-    """Where a state goes, and where its files are written first.
+    """The directory of a state, and the one in which its files are written first.
 
     Args:
         path: the directory that the state is to be found in.
@@ -68,7 +68,7 @@ class StateDirectory:
 
     @property
     def is_staged(self) -> bool:
-        """Whether there is a staging directory, and not a link in its place. A network filesystem, which may remember
+        """True if there is a staging directory, and not a link in its place. A network filesystem, which may remember
         what a name was, is asked for the names."""
         parent, name = os.path.split(self.staging)
         return name in _names_in(parent) and not os.path.islink(self.staging)
@@ -245,7 +245,7 @@ def move_into(source: str, target: str, *, durable: bool) -> None:
 
 
 def is_incomplete(directory: str | os.PathLike[str]) -> bool:
-    """Whether a save to the directory has begun and was not committed."""
+    """True if a save to the directory has begun and was not committed."""
     return os.path.isdir(os.path.join(directory, _SAVING))
 
 
@@ -261,7 +261,7 @@ def states_in(checkpoints: str) -> list[str]:
 
 
 def is_state(directory: str) -> bool:
-    """Whether a directory holds what only a state has: a script may have made it, which knew the name."""
+    """True if a directory holds what only a state has: a script may have made it, which knew the name."""
     return any(name.startswith(_RANDOM_STATES) for name in _names_in(directory))
 
 
@@ -367,7 +367,7 @@ def place_of(path: str | os.PathLike[str]) -> Path:
 
 
 def published_path(path: str | os.PathLike[str]) -> Path:
-    """Where a state is found now, by the path that ``save_state`` has returned. A directory in the place of the link to
+    """Path of a state now, by the path that ``save_state`` has returned. A directory in the place of the link to
     a state was left by a killed process."""
     found, published = Path(path), place_of(path)
     if found.is_symlink():

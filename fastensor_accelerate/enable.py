@@ -78,7 +78,7 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Whether :func:`enable` is in effect."""
+    """True if :func:`enable` is in effect."""
     return _config is not None
 
 

@@ -1,4 +1,4 @@
-"""Which names of Accelerate, transformers and PEFT are replaced while they save or load, and by what.
+"""Names of Accelerate, transformers and PEFT that are replaced while they save or load.
 
 Everything that they write and read goes through four functions: ``torch.save``, ``torch.load``, and ``save_file`` and
 ``load_file`` of safetensors. Their modules see other ones while :func:`replaced` is active. Shards of FSDP go through
@@ -147,7 +147,7 @@ class _EachIsMain:
 
 
 def _is_of_all(path: object) -> TypeGuard[str | os.PathLike[str]]:
-    """Whether a file is that of a model or an optimizer, which all processes hold alike."""
+    """True if a file is that of a model or an optimizer, which all processes hold alike."""
     return isinstance(path, str | os.PathLike) and _OF_ALL.fullmatch(os.path.basename(path)) is not None
 
 
@@ -201,7 +201,7 @@ def missing_seams(package: str) -> list[str]:
 
 
 _SAVE = "accelerate.checkpointing.save"
-"""What decides that the main process writes alone."""
+"""Name of the function that decides that the main process writes alone."""
 _SEAMS = (
     "accelerate.accelerator.torch",
     "accelerate.checkpointing.torch",
@@ -219,7 +219,7 @@ _SEAMS = (
     "transformers.trainer_utils.torch",
 )
 _ONE_OF = {"transformers.modeling_utils.safe_load_file", "transformers.trainer_utils.safe_load_file"}
-"""What loads shards. It is in the first module in transformers 4, and in the second one since 5.0."""
+"""Names of the function that loads shards: the first one in transformers 4, the second one since 5.0."""
 
 
 def _substitute(name: str, files: Files) -> object:

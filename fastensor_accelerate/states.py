@@ -123,7 +123,7 @@ class StateSaver:
         self._sharing: Sharing | None = None
         self._to_log: deque[StateMetrics] = deque()
         self._totals = Totals()
-        """What the main process has saved and loaded."""
+        """Totals of what the main process has saved and loaded."""
         self._said_other_engine = False
         self._saving_in_turn = False
         self._shard_writers: ShardWriters | None = None
@@ -232,7 +232,7 @@ class StateSaver:
 
     @contextmanager
     def loading(self, *, together: bool = False) -> Iterator[Redirected | None]:
-        """What is loaded in the block is read by Fastensor, after the pending state is published.
+        """Read what is loaded in the block by Fastensor, after the pending state is published.
 
         Args:
             together: whether all processes load the same at the same time.
@@ -254,7 +254,7 @@ class StateSaver:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """What is saved in the block is written by Fastensor. Each file is whole, and durable when its save returns,
+        """Write what is saved in the block by Fastensor. Each file is whole, and durable when its save returns,
         unless the block is inside of :meth:`saving_in_turn`."""
         if self._saving_in_turn:
             yield
@@ -264,7 +264,7 @@ class StateSaver:
 
     @contextmanager
     def saving_in_turn(self, directory: str, *, reader: str | None = None) -> Iterator[list[Callable[[], None]]]:
-        """What is saved in the block is written by Fastensor: file by file, or asynchronously if the options say so.
+        """Write what is saved in the block by Fastensor: file by file, or asynchronously if the options say so.
 
         Args:
             directory: where the files go, for messages.
@@ -356,7 +356,7 @@ class StateSaver:
             self._sharing.sync()
 
     def _directory(self, output_dir: str | None) -> tuple[Path, StateDirectory]:
-        """What Accelerate's ``save_state`` returns, and the directory, wherever the process goes to meanwhile."""
+        """Path that Accelerate's ``save_state`` returns, and the directory, wherever the process goes to meanwhile."""
         if not self.accelerator.project_configuration.automatic_checkpoint_naming:
             assert output_dir is not None
             return Path(output_dir), state_in(os.path.abspath(output_dir))

@@ -33,13 +33,13 @@ _READS = (
     "_load_scaler",
     "_get_output_dir",  # called before a Trainer counts or removes checkpoints
 )
-"""What reads checkpoints, and so waits for the pending one."""
+"""Methods that read checkpoints, and so wait for the pending one."""
 _SAVES = ("_save_checkpoint", "save_model")
 _LOSS = "compute_loss_context_manager"
 """Makes the context in which a Trainer computes losses: whatever a loss is, what is saved for it is offloaded."""
 _PUSH = "_push_from_checkpoint"
 _ROTATE = ("rotate_checkpoints", "_rotate_checkpoints")
-"""What removes old checkpoints: a function of the module, or a method of the Trainer before transformers 5.3."""
+"""Functions that remove old checkpoints: of the module, or of the Trainer before transformers 5.3."""
 _OVERRIDDEN = ("_save_checkpoint", "_save", "_save_optimizer_and_scheduler", "_save_rng_state", "save_model")
 """Methods of a Trainer that save, after which a subclass may read what was saved."""
 _KNOWN = ("transformers", "trl", "peft")
@@ -107,7 +107,7 @@ def restore() -> None:
 def _method(
     name: str, saver_of: Callable[[Any], StateSaver], offloads_of: Callable[[Any], PreparedOffloads | None]
 ) -> Callable[..., Any]:
-    """What a method of the Trainer is replaced by."""
+    """Replacement of a method of the Trainer."""
 
     def read(trainer: Any, *args: Any, **options: Any) -> Any:
         with saver_of(trainer.accelerator).loading():

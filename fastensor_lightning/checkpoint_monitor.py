@@ -65,7 +65,7 @@ class CheckpointMonitor(Callback):
     """
 
     _says_more = True
-    """Whether the end of ``fit`` is worth more than a line."""
+    """True if the end of ``fit`` is worth more than a line."""
 
     def __init__(
         self, *, progress_bar: bool = True, details: bool = False, log: bool = True, explain: bool = False

@@ -49,7 +49,7 @@ def save_together(plugin: FastensorCheckpointIO, trainer: Any) -> Callable[[], N
 
 
 def _is_sharded(optimizers: list[Any]) -> bool:
-    """Whether an optimizer has its state on rank 0 alone when it is saved, as ``ZeroRedundancyOptimizer`` has."""
+    """True if an optimizer has its state on rank 0 alone when it is saved, as ``ZeroRedundancyOptimizer`` has."""
     names = [type(one).__name__ for one in optimizers if hasattr(one, "consolidate_state_dict")]
     if names:
         warnings.warn(

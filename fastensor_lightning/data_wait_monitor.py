@@ -20,7 +20,7 @@ else:
     Callback = type("Callback", load_classes("Callback", "lightning.pytorch", "pytorch_lightning"), {})
 
 _FETCH = "train_dataloader_next"
-"""How the name of the action ends by which Lightning tells its profiler that it takes a batch from the loader."""
+"""End of the name of the action by which Lightning tells its profiler that it takes a batch from the loader."""
 
 
 @checks_keywords
@@ -45,10 +45,10 @@ class DataWaitMonitor(Callback):
         self._progress_bar = progress_bar
         self._table = table
         self.waits = Waits()
-        """Of this process, in the epoch that is running, or was last."""
+        """Waits of this process, in the epoch that is running, or was last."""
         self._began: float | None = None
         self._is_told = False
-        """Whether Lightning has said when it takes a batch."""
+        """True if Lightning has said when it takes a batch."""
         self._epoch_began = 0.0
         self._waited = 0.0
         """Seconds since the last batch."""

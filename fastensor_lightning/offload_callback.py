@@ -86,7 +86,7 @@ class SSDActivationOffload(Callback):
         self.config = config_of(directory, config, options)
         self._is_dry_run = dry_run
         self.estimate: OffloadEstimate | None = None
-        """What a dry run has found; None before that."""
+        """Estimate of a dry run; None before that."""
         self._logs_each_batch = log
         self.statistics: OffloadStatistics | None = None
         """Statistics of the latest run; None before the first run."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _STRATEGIES = ("FSDPStrategy", "ModelParallelStrategy")
 _REPLACED = "_fastensor_replaced"
 _METADATA = "meta.pt"
-"""What Lightning calls the file of everything but model and optimizers, in the directory of a sharded checkpoint."""
+"""Lightning's name of the file of everything but model and optimizers, in the directory of a sharded checkpoint."""
 
 
 class UnknownLightningError(FastensorError):
@@ -53,12 +53,12 @@ class PendingShards:
     future: Future[None]
 
     def done(self) -> bool:
-        """Whether the save has succeeded or failed."""
+        """True if the save has succeeded or failed."""
         return self.future.done()
 
     @property
     def stage(self) -> Literal["writing", "durable", "failed"]:
-        """Where the save is."""
+        """Stage of the save."""
         if not self.future.done():
             return "writing"
         return "durable" if self.future.exception() is None else "failed"
@@ -73,7 +73,7 @@ class _ShardedSave:
     options: CheckpointOptions
     agreement: Agreement
     is_first: bool
-    """Whether this is the first of all ranks, which publishes the checkpoint."""
+    """True if this is the first of all ranks, which publishes the checkpoint."""
     is_first_of_machine: bool
     started: float
     step: int | None
@@ -93,7 +93,7 @@ class _ShardedSave:
 
 
 class ShardedCheckpoints:
-    """What the two strategies do with a plugin. Methods are called on all ranks, in the thread that trains."""
+    """The two strategies' saves and loads with a plugin. Methods are called on all ranks, in the thread that trains."""
 
     def __init__(self, plugin: FastensorCheckpointIO) -> None:
         self._plugin = plugin
@@ -338,7 +338,7 @@ def _replace(strategy: type[Any], name: str, method: Callable[..., Any]) -> None
 
 
 def _saves_shards(strategy: Any) -> bool:
-    """Whether a strategy saves a directory of shards, and not one file.
+    """True if a strategy saves a directory of shards, and not one file.
 
     Raises:
         UnknownLightningError: it does not say.
@@ -371,7 +371,7 @@ def _verify_others(path: str) -> None:
 
 
 def _holds_shards(path: str) -> bool:
-    """Whether Lightning takes what is at a path for a sharded checkpoint."""
+    """True if Lightning takes what is at a path for a sharded checkpoint."""
     return os.path.isfile(os.path.join(path, _METADATA))
 
 
@@ -382,6 +382,6 @@ def _call_all(functions: list[Callable[[], object]]) -> None:
 
 
 def _is_there(path: str) -> bool:
-    """Whether there is such a name. A network filesystem, which may remember what a name was, is asked for names."""
+    """True if there is such a name. A network filesystem, which may remember what a name was, is asked for names."""
     parent, name = os.path.split(path)
     return name in os.listdir(parent)

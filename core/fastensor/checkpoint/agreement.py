@@ -12,8 +12,8 @@ from fastensor.errors import CheckpointWriteError, FastensorError
 from fastensor.files.bounded_call import call_within
 
 PATIENCE = timedelta(minutes=30)
-"""How long a process waits for one that does not answer, or for the store of the job. The death of a process is noticed
-at once."""
+"""Time that a process waits for one that does not answer, or for the store of the job. The death of a process is
+noticed at once."""
 
 
 class Agreement:

@@ -29,7 +29,7 @@ class BorrowedFile:
         self.begin = file.tell()
         """The position at which the checkpoint begins."""
         self.stopped_at: int | None = None
-        """How far behind ``begin`` torch's reader has stopped; None if it was not used."""
+        """Bytes behind ``begin`` at which torch's reader has stopped; None if it was not used."""
         self._is_moved = False
         self._process = os.getpid()
 

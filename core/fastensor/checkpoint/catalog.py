@@ -62,7 +62,7 @@ class Located(NamedTuple):
     info: TensorInfo
     part: Part
     offset: int
-    """Where in the part it begins, in elements."""
+    """Offset in the part, in elements."""
     stride: tuple[int, ...]
 
     def on_meta(self) -> torch.Tensor:
@@ -92,9 +92,9 @@ class Catalog:
     metadata: Mapping[str, str]
     """The ``__metadata__`` of a safetensors file, without our checksums."""
     checked: bool
-    """Whether the file carries checksums."""
+    """True if the file carries checksums."""
     unchecked: str = ""
-    """Why ``checked`` is False, if there is more to say than that the file carries no checksums."""
+    """Reason for which ``checked`` is False, if there is more to say than that the file carries no checksums."""
     structure: Any = None
     """What the pickle of a torch file makes: see :mod:`fastensor.stitch.pickle_records`."""
     by_identity: Mapping[int, Located] = field(default_factory=dict)

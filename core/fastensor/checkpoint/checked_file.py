@@ -58,7 +58,7 @@ class CheckedFile(FileView):
         self.record: Part | None = None
         """The record that torch asked for last."""
         self._data = 0
-        """Where the data of that record begins."""
+        """Offset of the data of that record."""
         self._postponed: Part | None = None
         self.failure: BaseException | None = None
         """The exception of a read that failed, which the caller of torch raises. torch calls :meth:`readinto` from C

@@ -30,7 +30,7 @@ from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.source import FileBytes, Plan
 
 MEMORY_NBYTES = 2 << 30
-"""How much memory a conversion takes by default."""
+"""Memory that a conversion takes by default."""
 
 
 @checks_keywords

@@ -31,9 +31,9 @@ from fastensor.files.words import counted, some_of
 from fastensor.select.transfer import BackendChoice
 
 _SHOWN = 10
-"""So many differences are shown in words."""
+"""Number of differences that are shown in words."""
 _AT_ONCE = 1 << 22
-"""How many elements are compared at once."""
+"""Elements that are compared at once."""
 _BLOCK_NBYTES = 1 << 20
 _WRAPS_FROM = 2.0**62
 """Larger differences of integers of 64 bits may not have room in one."""
@@ -48,7 +48,7 @@ class TensorDifference:
     """Dtype and shape in the first checkpoint."""
     second: str
     elements: int = 0
-    """How many elements have other bytes, and are not within the tolerances; 0 if dtypes or shapes differ."""
+    """Number of elements that have other bytes, and are not within the tolerances; 0 if dtypes or shapes differ."""
     largest: float = 0.0
     """The largest absolute difference of two elements; NaN if that is not a number, or torch does not compute with the
     dtype."""
@@ -72,7 +72,8 @@ class Difference:
     others: Mapping[str, tuple[str, str]]
     """Other values that differ, in words."""
     same: int
-    """How many tensors, other values and files that are no checkpoints are the same in both, within the tolerances."""
+    """Number of tensors, other values and files that are no checkpoints that are the same in both, within the
+    tolerances."""
     not_compared: tuple[str, ...] = ()
     """Files of a folder that are no checkpoints, if the other side is a single checkpoint with nothing beside it; and
     what is no file: directories of Git and of saves that go on, links to directories, pipes."""
@@ -80,7 +81,7 @@ class Difference:
     __repr__ = record_repr
 
     def __str__(self) -> str:
-        """What differs for people; of many differences the first ones."""
+        """The differences for people; of many the first ones."""
         lines = [f"{name}: only in the first" for name in self.only_first]
         lines += [f"{name}: only in the second" for name in self.only_second]
         lines += map(str, self.tensors)
@@ -94,7 +95,7 @@ class Difference:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the checkpoints hold the same."""
+        """True if the checkpoints hold the same."""
         return not (self.only_first or self.only_second or self.tensors or self.others)
 
 
@@ -183,7 +184,7 @@ def diff(
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What is at a location."""
+    """Checkpoints and other files at a location."""
 
     entries: Mapping[str, Entry]
     """By its path in the folder."""
@@ -204,7 +205,7 @@ def _files_at(location: Location) -> _Files:
 
 @dataclass(frozen=True, slots=True)
 class _Paired:
-    """What of two locations is compared with what."""
+    """Pairs of the files of two locations that are compared."""
 
     pairs: Mapping[str, tuple[Entry, Entry]]
     """By their path; what both have as their model, by an empty one."""
@@ -231,7 +232,7 @@ def _paired(first: _Files, second: _Files) -> _Paired:
 
 
 def _mains_are_a_pair(first: _Files, second: _Files) -> bool:
-    """Whether the models of both are compared with each other. What has its path on the other side is compared with
+    """True if the models of both are compared with each other. What has its path on the other side is compared with
     what is there."""
     if first.main is None or second.main is None:
         return False
@@ -245,7 +246,8 @@ def _by_name(files: _Files, mains: bool) -> dict[str, Entry]:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What two files, directories or models have in common, and what not. Names stand behind the path of the file."""
+    """Names that two files, directories or models share, and that one lacks. Names stand behind the path of the
+    file."""
 
     only_first: Sequence[str] = ()
     only_second: Sequence[str] = ()
@@ -267,7 +269,7 @@ def _compare_whole(name: str, one: Entry, two: Entry, *, values: bool) -> _Found
 
 
 def _same_bytes(one: str, two: str, *, values: bool) -> bool:
-    """Whether two files have the same size, and the same bytes if values count."""
+    """True if two files have the same size, and the same bytes if values count."""
     if os.stat(one).st_size != os.stat(two).st_size:
         return False
     if not values:
@@ -297,13 +299,13 @@ def _crc32_of(path: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Closeness:
-    """How much elements may differ."""
+    """Tolerances of elements."""
 
     rtol: float
     atol: float
 
     def differing(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-        """Which of two tensors' elements, all with other bytes, are not close to each other."""
+        """Mask of the elements of two tensors, all with other bytes, that are not close to each other."""
         if not (self.rtol or self.atol):
             return torch.ones(one.shape, dtype=torch.bool)
         try:

@@ -1,5 +1,4 @@
-"""Which directories are distributed checkpoints, and which of their files. This loads nothing of
-``torch.distributed``."""
+"""Recognizing directories of distributed checkpoints, and their files. This loads nothing of ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from fastensor.files import posix
 
 METADATA_NAME = ".metadata"
 BESIDE_SHARDS = "meta.pt"
-"""What Lightning calls the file of everything but model and optimizers, in the directory of a sharded checkpoint."""
+"""Lightning's name of the file of everything but model and optimizers, in the directory of a sharded checkpoint."""
 _FILE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
 SHARD_NAMES = re.compile(rb"__\d+_(?:[0-9a-f]{16}_)?\d+\.distcp")
 """Names of files with shards, as they stand in a pickle of metadata, which need not be read whole to find them."""
@@ -21,7 +20,7 @@ _OF_ONE_RANK = re.compile(r"__\d+\.metadata")
 
 
 def is_metadata_name(name: str) -> bool:
-    """Whether a file of a distributed checkpoint holds metadata: of all ranks, or of one."""
+    """True if a file of a distributed checkpoint holds metadata: of all ranks, or of one."""
     return name == METADATA_NAME or _OF_ONE_RANK.fullmatch(name) is not None
 
 
@@ -49,7 +48,7 @@ def metadata_names(location: Location) -> list[str]:
 
 
 def _may_be_file(path: str) -> bool:
-    """Whether this is no pipe, device or directory. If it cannot be told, whoever opens it says why."""
+    """True if this is no pipe, device or directory. If it cannot be told, whoever opens it says why."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except OSError:
@@ -76,7 +75,7 @@ def remove_replaced_shards(directory: str) -> None:
 
 
 def survives_power_failure(directory: str | os.PathLike[str]) -> bool:
-    """Whether files in a directory are durable once they are synced: it is on this machine, and not in memory."""
+    """True if files in a directory are durable once they are synced: it is on this machine, and not in memory."""
     found = locate(directory)
     return isinstance(found, str) and posix.memory_filesystem_of(found) is None
 

@@ -1,4 +1,4 @@
-"""What is in a folder: checkpoints, and files that are none. Nothing in it is left out."""
+"""The contents of a folder: checkpoints, and files that are none. Nothing in it is left out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fastensor.files import new_directory, posix
 from fastensor.stitch.containers import SNIFFED_NBYTES, is_plain_pickle, is_text
 
 OtherKind: TypeAlias = Literal["text", "pickle", "link", "other"]
-"""What a file is that is no checkpoint: a text; a pickle that torch.save did not write; a link to a directory that is
+"""Kind of a file that is no checkpoint: a text; a pickle that torch.save did not write; a link to a directory that is
 searched under its own path; anything else, such as a link to a directory elsewhere."""
 OTHER_KINDS: frozenset[str] = frozenset(get_args(OtherKind))
 Kind: TypeAlias = Literal["checkpoint", "index", OtherKind]
@@ -83,7 +83,7 @@ def folder_at(location: Location) -> Path | None:
 
 
 def entries_at(location: Location) -> list[Entry]:
-    """What a location names: one file, one model, or all that is in a folder and its folders, ordered by path.
+    """Entries at a location: one file, one model, or all that is in a folder and its folders, ordered by path.
 
     Saves that this process has pending there are waited for. A folder without a checkpoint stands for itself: whoever
     opens it says what is wrong. Directories are searched, but not those that a link points to: the link is an entry.
@@ -140,7 +140,7 @@ def name_behind(file: str, name: str) -> str:
 
 
 def _entries_below(folder: Path) -> Iterator[Entry]:
-    """What is in a folder and its folders, in no order."""
+    """Entries of a folder and its folders, in no order."""
     root = Path(os.path.realpath(folder))
     claimed: set[Path] = set()
     """The files of models above, and of distributed checkpoints."""
@@ -168,20 +168,20 @@ def _entries_below(folder: Path) -> Iterator[Entry]:
 
 
 def _is_searched(path: Path, status: os.stat_result | None) -> bool:
-    """Whether a directory is a folder in a folder."""
+    """True if a directory is a folder in a folder."""
     is_directory = status is not None and stat.S_ISDIR(status.st_mode)
     return is_directory and not (_is_left(path.name) or path.name == _NOT_ENTERED or path.is_symlink())
 
 
 def _entry_at(path: Path, status: os.stat_result | None, root: Path) -> Entry | None:
-    """What is no index, and no directory that is searched; None if a save has left it, and it is gone."""
+    """Entry of what is no index, and no directory that is searched; None if a save has left it, and it is gone."""
     if status is None:
         return None if _is_left(path.name) else Entry(path, "checkpoint")  # whoever opens it says what is wrong
     return Entry(path, _kind_of(path, status, root), 0 if stat.S_ISDIR(status.st_mode) else status.st_size)
 
 
 def _is_left(name: str) -> bool:
-    """Whether a save has left a file, or is writing it."""
+    """True if a save has left a file, or is writing it."""
     return name.endswith(_LEFT_BEHIND)
 
 
@@ -230,8 +230,8 @@ def _without_copies(folder: Path, indexes: Mapping[Path, Entry]) -> dict[Path, E
 
 
 def _kind_of(path: Path, status: os.stat_result, root: Path) -> Kind:
-    """What is no index, and no directory that is searched. A file that cannot be opened counts as a checkpoint: whoever
-    opens it says what is wrong.
+    """Kind of what is no index, and no directory that is searched. A file that cannot be opened counts as a checkpoint:
+    whoever opens it says what is wrong.
 
     Args:
         path: of it.
@@ -256,7 +256,7 @@ def _kind_of(path: Path, status: os.stat_result, root: Path) -> Kind:
 
 
 def _recognized(file: OpenedFile) -> _Recognized:
-    """What the contents of a file say."""
+    """Kind of a file by its contents."""
     try:
         container = container_of(file)
     except NotACheckpointError:
@@ -274,7 +274,7 @@ def _recognized(file: OpenedFile) -> _Recognized:
 
 
 def _kind_by(suffix: str, start: bytes, recognized: _Recognized) -> Kind:
-    """What a file is, by the ending of its name, its first bytes and what its contents say. A file that its name calls
+    """Kind of a file, by the ending of its name, its first bytes and what its contents say. A file that its name calls
     a checkpoint is a damaged one if nothing says that it is something else.
 
     >>> _kind_by(".json", b"{}", "unknown"), _kind_by(".pt", b"\\0", "unknown"), _kind_by(".npz", b"PK\\3", "foreign")

@@ -158,7 +158,7 @@ def _inspect_entry(entry: Entry) -> Inspection:
 
 
 def _inspect_or_name(entry: Entry) -> Inspection:
-    """What an entry of a folder holds; of what is no checkpoint, or can only be loaded whole, nothing but its size."""
+    """Contents of an entry of a folder; of what is no checkpoint, or can only be loaded whole, nothing but its size."""
     if entry.kind != "checkpoint" and entry.kind != "index":
         return _named(entry, entry.kind, entry.nbytes)
     try:
@@ -182,7 +182,7 @@ def _named(entry: Entry, container: Container | Literal["dcp", "huggingface"] | 
 
 
 def _joined(path: str, files: Mapping[str, Inspection], main: str) -> Inspection:
-    """What is in a folder.
+    """Contents of a folder.
 
     Args:
         path: of the folder.
@@ -211,7 +211,7 @@ def _joined(path: str, files: Mapping[str, Inspection], main: str) -> Inspection
 
 
 def _behind(file: str, found: Inspection) -> Inspection:
-    """What a file holds, with the path of the file in front of all names."""
+    """Contents of a file, with the path of the file in front of all names."""
 
     def behind(names: Mapping[str, str]) -> dict[str, str]:
         return {name_behind(file, name): text for name, text in names.items()}

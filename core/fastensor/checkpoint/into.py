@@ -31,7 +31,7 @@ from fastensor.stitch.source import values_kept
 
 _SHOWN = 5
 LEAVE_OUT = "To load only one of them, leave the others out of into"
-"""What to do with tensors that share memory and have different values in the file."""
+"""Advice about tensors that share memory and have different values in the file."""
 
 
 class Filling(NamedTuple):
@@ -44,7 +44,7 @@ class Filling(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """What is read of one file."""
+    """Tensors that are read of one file."""
 
     file: OpenedFile
     fillings: Sequence[Filling]
@@ -136,7 +136,7 @@ def load_into(
 
 
 def _catalog_of(file: OpenedFile, request: LoadRequest) -> Catalog | None:
-    """What the file holds; None if it has to be loaded whole to know."""
+    """Contents of the file; None if it has to be loaded whole to know."""
     try:
         return read_catalog(file, verify=request.checked)
     except UnsupportedContentError:
@@ -172,7 +172,7 @@ def check_fit(pairings: Sequence[Pairing]) -> None:
 
 
 def why_not(shape: Sequence[int], dtype: torch.dtype, target: torch.Tensor) -> str:
-    """Why a tensor cannot take values; empty if it can."""
+    """Reason for which a tensor cannot take values; empty if it can."""
     if target.device.type == "meta":
         return "it is on the meta device and has no memory; module.to_empty(device=...) gives it some"
     if tuple(shape) != tuple(target.shape):

@@ -100,7 +100,7 @@ def open(  # users write fastensor.open
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """How the tensors of a checkpoint are read: the arguments of :func:`open`."""
+    """Arguments of :func:`open`, by which the tensors of a checkpoint are read."""
 
     map_location: MapLocation
     mmap: bool
@@ -155,7 +155,7 @@ class LazyCheckpoint(Mapping[str, torch.Tensor]):
 
     @property
     def verified(self) -> bool:
-        """Whether tensors are compared with checksums: ``verify`` is not False, and the file carries checksums."""
+        """True if tensors are compared with checksums: ``verify`` is not False, and the file carries checksums."""
         return self._how.verify and self._catalog.checked
 
     @property

@@ -46,7 +46,7 @@ _SHOWN = 5
 _METADATA = "_metadata"
 """The attribute of a state dict that has the versions of modules."""
 _OF_TORCH: tuple[Any, ...] = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
-"""What modules copy their tensors by, if they do nothing else with them."""
+"""Methods by which modules copy their tensors, and do nothing else with them."""
 _NOT_STRICT = "strict=False keeps the one that load_state_dict would: the last in the order of the model"
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 
@@ -252,7 +252,7 @@ def _check_memory(model: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
 
 
 def _why_beside(model: nn.Module, own: Mapping[str, torch.Tensor], sources: Sequence[_Source]) -> str:
-    """Why tensors cannot be read straight into the model; empty if they can."""
+    """Reason for which tensors cannot be read straight into the model; empty if they can."""
     if odd := next((one for one in sources if one.catalog is None), None):
         return f"{odd.file.where} can only be loaded whole"
     entries = {name: one for source in sources for name, one in source.entries.items()}
@@ -276,7 +276,7 @@ def _has_own_load(model: nn.Module) -> bool:
 
 
 def _does_more(module: nn.Module) -> str:
-    """What a module has by which it does more than to copy tensors; empty if it has nothing."""
+    """Names of the methods by which a module does more than to copy tensors; empty if it has none."""
     if type(module)._load_from_state_dict not in _OF_TORCH or "_load_from_state_dict" in vars(module):
         return "a _load_from_state_dict of its own"
     if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
@@ -335,7 +335,7 @@ def _all_in_words(sources: Sequence[_Source]) -> str:
 
 
 def _stand_in(tensor: torch.Tensor | None, located: Located | None) -> torch.Tensor:
-    """What ``load_state_dict`` gets for a tensor of the file: the model's own one, unless that has another shape."""
+    """Tensor that ``load_state_dict`` gets for one of the file: the model's own one, unless that has another shape."""
     shape = () if located is None else located.info.shape
     if tensor is not None and tuple(tensor.shape) == shape:
         return tensor

@@ -23,7 +23,7 @@ _BETWEEN = ("contextlib", "functools")
 
 
 def is_nested() -> bool:
-    """Whether this call of Fastensor came from code that Fastensor called, or that interrupted it, in this thread.
+    """True if this call of Fastensor came from code that Fastensor called, or that interrupted it, in this thread.
 
     The stack shows it: a frame of Fastensor lies below the frame that has called Fastensor.
     """

@@ -63,7 +63,7 @@ class OpenedFile(Protocol):
 
     @property
     def resident_fraction(self) -> float:
-        """How much of it was in the page cache when it was opened, estimated."""
+        """Part of the file that was in the page cache when it was opened, estimated."""
 
     @property
     def borrowed(self) -> BorrowedFile | None:

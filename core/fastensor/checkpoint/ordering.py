@@ -64,7 +64,7 @@ class PendingWork(ABC):
 
     @property
     def failure(self) -> BaseException | None:
-        """What the work has failed with."""
+        """Exception that the work has failed with."""
         return self.future.exception() if self.done else None
 
     def accept(self) -> None:
@@ -72,7 +72,7 @@ class PendingWork(ABC):
         _pending.append(self)
 
     def claim(self) -> bool:
-        """Whether the caller is the one to run or end the work: the first one that asks."""
+        """True if the caller is the one to run or end the work: the first one that asks."""
         return self._claim.acquire(blocking=False)
 
     def end(self, outcome: Any) -> None:
@@ -140,17 +140,17 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def work_in(queue: object) -> list[PendingWork]:
-    """What a writer has accepted and not done, and what has failed and was not reported, in order."""
+    """Work that a writer has accepted and not done, or that has failed and was not reported, in order."""
     return [work for work in tuple(_pending) if work.queue is queue]
 
 
 def pending(place: str) -> list[PendingWork]:
-    """What was accepted for a place and is not done."""
+    """Pending work for a place."""
     return [work for work in tuple(_pending) if work.place == place and not work.done]
 
 
 def will_exist(location: Location) -> bool | None:
-    """Whether a file will exist when all pending work for it is done; None if there is none."""
+    """True if a file will exist when all pending work for it is done; None if there is none."""
     for place in places_behind(location) if _pending else ():
         if found := pending(place):
             return found[-1].leaves_file

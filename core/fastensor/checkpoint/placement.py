@@ -1,4 +1,4 @@
-"""Where ``map_location`` puts a storage, and whether the storage has to be read to the host first."""
+"""Devices that ``map_location`` chooses for storages, and if these are read to the host first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HOST = torch.device("cpu")
 _KINDS = ("cpu", "cuda", "meta", "mps", "xpu", "hpu", "xla")
 _ADVICE_OF_TORCH = re.compile(r"\. (If you are running on a|Please use torch\.load with map_location).*", re.DOTALL)
 _OFTEN_MEANT = {"gpu": "cuda", "nvidia": "cuda", "host": "cpu"}
-"""What people call kinds of devices, and what torch calls them."""
+"""Torch's names for kinds of devices, by other words for them."""
 MapLocation: TypeAlias = Any
 """The argument of ``torch.load``: a device, its name, a dict between names, a callable, or None."""
 
@@ -34,7 +34,7 @@ def kind_of_device(map_location: MapLocation) -> str:
 
 
 def may_be_filled_at_once(map_location: MapLocation) -> bool:
-    """Whether storages may be read straight into a device's memory. A user's callable gets them filled, from the host.
+    """True if storages may be read straight into a device's memory. A user's callable gets them filled, from the host.
 
     >>> may_be_filled_at_once("cuda"), may_be_filled_at_once("cpu"), may_be_filled_at_once(lambda storage, _: storage)
     (True, False, False)
@@ -47,7 +47,7 @@ def may_be_filled_at_once(map_location: MapLocation) -> bool:
 
 
 def is_users(map_location: MapLocation) -> bool:
-    """Whether ``map_location`` is a user's callable."""
+    """True if ``map_location`` is a user's callable."""
     return callable(map_location) and not isinstance(map_location, torch.device)
 
 
@@ -80,7 +80,7 @@ def check_map_location(map_location: MapLocation) -> None:
 
 
 def _is_registered(location: str) -> bool:
-    """Whether a library has told torch how to load to a place of this name (``register_package``)."""
+    """True if a library has told torch how to load to a place of this name (``register_package``)."""
     try:
         destination(location, location)
     except Exception:  # noqa: BLE001  # whatever a library raises, it does not know the place
@@ -89,7 +89,7 @@ def _is_registered(location: str) -> bool:
 
 
 def kind_is_known(map_location: MapLocation) -> bool:
-    """Whether the kind of device is known before the file is read: then :func:`kind_of_device` is right.
+    """True if the kind of device is known before the file is read: then :func:`kind_of_device` is right.
 
     >>> kind_is_known("cuda:1"), kind_is_known(torch.device("cpu"))
     (True, True)

@@ -76,7 +76,7 @@ class Meter:
         self._done, self._total = 0, total
 
     def add(self, nbytes: int) -> None:
-        """So many more bytes are done. Bytes that are read twice are counted up to the total."""
+        """Count bytes as done. Bytes that are read twice are counted up to the total."""
         self._done = min(self._done + nbytes, self._total)
         self._progress(self._done, self._total)
 

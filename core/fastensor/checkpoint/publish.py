@@ -39,7 +39,7 @@ class Target:
     path: str
     """The given path, with symlinks followed."""
     is_descriptor: bool = False
-    """Whether the path names an open file of this process: ``/dev/fd/3``, ``/proc/self/fd/3``."""
+    """True if the path names an open file of this process: ``/dev/fd/3``, ``/proc/self/fd/3``."""
 
     @property
     def directory(self) -> str:
@@ -84,7 +84,7 @@ def resolve_target(path: str | os.PathLike[str], *, follow_symlinks: bool = True
 
 
 def _resolve(given: str, *, follow_symlinks: bool) -> tuple[str, os.stat_result | None, bool]:
-    """Where a path leads, the status of the file there, and whether the path names a descriptor.
+    """Resolved path, the status of the file there, and whether the path names a descriptor.
 
     Raises:
         FileNotFoundError: the directory is missing.
@@ -265,7 +265,7 @@ def _try_to_replace(target: Target, previous: os.stat_result, *, hidden: bool) -
 
 
 def _why_not_renamed(target: Target, previous: os.stat_result) -> str:
-    """Why another file cannot take the target's name; empty if no reason is known."""
+    """Reason for which another file cannot take the target's name; empty if no reason is known."""
     if target.is_descriptor:
         return "it was given by its descriptor, whose other users are to see what is saved"
     if not stat.S_ISREG(previous.st_mode):

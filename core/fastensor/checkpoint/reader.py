@@ -37,7 +37,7 @@ from fastensor.stitch.zip_directory import LOCAL_HEADER
 
 _BLOCK_NBYTES = 4 << 20
 BATCH_NBYTES = 128 << 20
-"""How much of a file is read at a time, unless a single part is larger."""
+"""Bytes of a file that are read at a time, unless a single part is larger."""
 _METERED_NBYTES = 32 << 20
 """Read at a time where somebody wants to know how far a read has come."""
 _PAD_NBYTES = 512
@@ -48,7 +48,7 @@ Memory: TypeAlias = memoryview | torch.UntypedStorage
 
 
 def is_joined(part: Part) -> bool:
-    """Whether a part is read together with its neighbours: its space is small, and most of the space is data."""
+    """True if a part is read together with its neighbours: its space is small, and most of the space is data."""
     return part.nbytes <= SMALL_NBYTES and part.end - part.begin <= 2 * part.nbytes + _PAD_NBYTES
 
 
@@ -167,7 +167,7 @@ class _ReadAhead(NamedTuple):
     """Data of a part that was read ahead."""
 
     begin: int
-    """Where the data begins in the file."""
+    """Offset of the data in the file."""
     array: npt.NDArray[np.uint8]
     crc32: int
     """The CRC32 of the data; 0 if it was not computed."""
@@ -225,7 +225,7 @@ class PartReader:
         # The partial refers to the inner reader: with a reference cycle, memory would wait for the garbage collector.
         self.window = ReadWindow(partial(self._reader.read, checksum=verify), order, kept=keep)
         self._data: dict[int, int] = {}
-        """Where the data of records begins, by where their local headers do."""
+        """Offset of the data of records, by the offset of their local headers."""
         self._sound: set[str] = set()
         """Names of parts whose CRC32 has been compared by :meth:`check` or :meth:`check_read`."""
         self._unread = OrderedDict((part.begin, part) for part in parts if part.nbytes)
@@ -240,7 +240,7 @@ class PartReader:
 
     @property
     def reason(self) -> str:
-        """Why that backend."""
+        """Reason for the choice of the backend."""
         return self._reader.reason
 
     def __enter__(self) -> Self:
@@ -254,7 +254,7 @@ class PartReader:
         self._reader.close(completed=completed)
 
     def data_begin(self, part: Part, header: memoryview | None = None) -> int:
-        """Where the data of a part begins in the file: behind its local header, if it has one.
+        """Offset of the data of a part in the file: behind its local header, if it has one.
 
         Args:
             part: the part.
@@ -349,7 +349,7 @@ class PartReader:
             self._sound.add(part.name)
 
     def must_check(self, part: Part) -> bool:
-        """Whether a part has a CRC32 that neither :meth:`check` nor :meth:`check_read` has compared."""
+        """True if a part has a CRC32 that neither :meth:`check` nor :meth:`check_read` has compared."""
         return self.verify and part.crc32 is not None and part.name not in self._sound
 
     def find_damage(self, part: Part, progress: Callable[[int], object]) -> Damage | None:

@@ -117,7 +117,7 @@ class _Upload(io.RawIOBase):
 
 
 def _is_invisible_until_closed(file: Any) -> bool:
-    """Whether the filesystem shows a file only when it is complete, and can discard it before."""
+    """True if the filesystem shows a file only when it is complete, and can discard it before."""
     from fsspec.spec import AbstractBufferedFile
 
     return isinstance(file, AbstractBufferedFile) and type(file).discard is not AbstractBufferedFile.discard
@@ -269,7 +269,7 @@ class RemoteFile:
 
 
 def _is_of_ranges(file: Any) -> bool:
-    """Whether ``fsspec`` reads the file by ranges. Then the file has details."""
+    """True if ``fsspec`` reads the file by ranges. Then the file has details."""
     from fsspec.spec import AbstractBufferedFile
 
     return isinstance(file, AbstractBufferedFile)
@@ -307,7 +307,7 @@ class _Handle:
         self._open = open_file
         self._begin()
         self.independent = _is_of_ranges(self._file)
-        """Whether several handles read faster than one."""
+        """True if several handles read faster than one."""
         if self.independent and self._file.size is None:
             self._file.close()
             raise OnlyWholeError("the server does not say how long the file is, or that it sends no parts of it")

@@ -218,7 +218,7 @@ class SaveTransaction:
                     record_fallback(self._fallbacks, fallback.backend, fallback.reason)
 
     def is_in_place(self) -> bool:
-        """Whether the target has to be written in place. Opens the target, as :meth:`open`. A regular file is closed,
+        """True if the target has to be written in place. Opens the target, as :meth:`open`. A regular file is closed,
         and opened again when writing begins, because earlier saves of this process may have to write it before."""
         self.open()
         if not isinstance(self._output, InPlace):

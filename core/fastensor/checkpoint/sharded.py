@@ -27,7 +27,7 @@ from fastensor.stitch.containers import SNIFFED_NBYTES, refuse_foreign
 INDEX_SUFFIX = ".index.json"
 WEIGHT_MAP = "weight_map"
 WHOLE = ("model.safetensors", "pytorch_model.bin")
-"""What ``save_pretrained`` and ``Accelerator.save_model`` call the file of a model that is not sharded."""
+"""Names of the file of a model that is not sharded, by ``save_pretrained`` and ``Accelerator.save_model``."""
 SHARD_NBYTES = 5_000_000_000
 """The largest shard that ``save_pretrained`` writes by default."""
 _INDEX = f"{WHOLE[0]}{INDEX_SUFFIX}"
@@ -50,7 +50,7 @@ def find_weights(folder: Path) -> Path | None:
 
 
 def is_index(path: Path) -> bool:
-    """Whether a file is, by its name, the index of a model in several files, or of a variant of one.
+    """True if a file is, by its name, the index of a model in several files, or of a variant of one.
 
     >>> is_index(Path("model.safetensors.index.json")), is_index(Path("model.safetensors.index.fp16.json"))
     (True, True)
@@ -179,7 +179,7 @@ def files_in(index: Path, contents: Mapping[str, Any]) -> dict[Path, set[str]]:
 
 
 def _is_in_folder(name: str) -> bool:
-    """Whether a name can be that of a file in a folder, or in a folder of it.
+    """True if a name can be that of a file in a folder, or in a folder of it.
 
     >>> [name for name in ("a", "b/a", "b/../a", "/a", "a\\0", "\\ud800", ".") if _is_in_folder(name)]
     ['a', 'b/a']

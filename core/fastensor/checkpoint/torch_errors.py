@@ -48,13 +48,13 @@ _LOADERS = ("torch.serialization", "torch._weights_only_unpickler")
 """torch's modules that call functions that a file names."""
 _HOST = "cpu"
 _ASKED_NBYTES = 4096
-"""How much of a file that is no checkpoint torch is given to find out what it raises."""
+"""Bytes of a file that is no checkpoint that torch is given to find out what it raises."""
 _LONGEST_REASON = 500
-"""How much of torch's error a message shows, in characters."""
+"""Characters of torch's error that a message shows."""
 
 
 def is_refused_global(error: Exception) -> bool:
-    """Whether torch's restricted unpickler has met a class or function that is not allow-listed."""
+    """True if torch's restricted unpickler has met a class or function that is not allow-listed."""
     return isinstance(error, pickle.UnpicklingError) and _GLOBAL_REFUSED.search(str(error)) is not None
 
 
@@ -114,14 +114,14 @@ def _translate(
 
 
 def _is_refused_opcode(error: Exception) -> bool:
-    """Whether torch's restricted unpickler has met an opcode of pickles that it does not know. Pickles of Python 2 and
+    """True if torch's restricted unpickler has met an opcode of pickles that it does not know. Pickles of Python 2 and
     of other protocols have some."""
     found = _OPERAND.search(str(error))
     return found is not None and int(found[1]) in _OPCODES
 
 
 def _ends_in_a_name(error: Exception, file: OpenedFile) -> bool:
-    """Whether a global that was refused is the end of the file. A name in a pickle ends with a newline, for which
+    """True if a global that was refused is the end of the file. A name in a pickle ends with a newline, for which
     torch's unpickler takes the last character."""
     found = _GLOBAL_REFUSED.search(str(error))
     if found is None:
@@ -133,7 +133,7 @@ def _ends_in_a_name(error: Exception, file: OpenedFile) -> bool:
 
 
 def _is_users(error: Exception) -> bool:
-    """Whether an error came through code that torch called, and that is neither torch's, nor ours, nor Python's.
+    """True if an error came through code that torch called, and that is neither torch's, nor ours, nor Python's.
 
     Frames before torch's belong to libraries that have wrapped ``torch.load``. If torch was never called, all count.
     """
@@ -205,7 +205,8 @@ def _judge_legacy(
 
 
 def _why_not_damaged(error: Exception) -> str:
-    """Why the failure to rebuild a file that is no zip archive says nothing of damage; empty if it may be damage."""
+    """Reason for which the failure to rebuild a file that is no zip archive says nothing of damage; empty if it may be
+    damage."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, NotImplementedError):
         return f"torch {torch.__version__} cannot rebuild what the file holds"

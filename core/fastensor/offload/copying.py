@@ -160,7 +160,7 @@ def copy_in(target: torch.UntypedStorage, begin: int, nbytes: int, block: Buffer
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether threads copy to and from the device's memory themselves."""
+    """True if threads copy to and from the device's memory themselves."""
     return device.type == "cpu" and not streams.are_on(device)
 
 

@@ -101,7 +101,7 @@ class OffloadEngine:
 
     @contextmanager
     def guarded(self, swapper: Swapper | None) -> Iterator[None]:
-        """If the block raises an unexpected exception, such as Ctrl-C, close ``swapper``, if there is one: its records
+        """Close ``swapper``, if there is one, if the block raises an unexpected exception, such as Ctrl-C: its records
         may be half changed, and so may those of the planner. The next step begins with new ones."""
         try:
             yield
@@ -155,7 +155,7 @@ class OffloadEngine:
         return ForwardPass(swapper, self._begin_schedule, self.planner.begin_pass(is_rest=is_rest))
 
     def _rates(self) -> TransferRates | None:
-        """How fast transfers were since rates were last found out, or since the one time before, if little has moved
+        """Rates of transfers since they were last found out, or since the one time before, if little has moved
         since; None before the first one."""
         with self._lock:
             totals = self._counters.totals(self._hook_seconds)
@@ -167,7 +167,7 @@ class OffloadEngine:
             return self._latest_rates
 
     def estimate(self, config: OffloadConfig) -> OffloadEstimate:
-        """What training with another configuration is expected to take, on what the latest pass has measured.
+        """Expected time and memory of training with another configuration, by measurements of the latest pass.
 
         Raises:
             OffloadError: no pass with a backward pass was measured.
@@ -202,7 +202,7 @@ class OffloadEngine:
 
     @property
     def wants_now(self) -> bool:
-        """Whether tensors that are saved now, in this thread, are offloaded."""
+        """True if tensors that are saved now, in this thread, are offloaded."""
         return self.model is None or self.model.wants
 
     def count(self, seconds: float, counts: Mapping[str, int] = NOTHING, kept: Mapping[str, int] = NOTHING) -> None:
@@ -258,7 +258,7 @@ class OffloadEngine:
         return {} if (swapper := self._swapper) is None else swapper.memory_usage()
 
     def statistics(self) -> OffloadStatistics:
-        """What the offload has done so far."""
+        """Counts of what the offload has done so far."""
         usage = self.memory_usage()
         with self._lock:
             moved, seconds = Counter(self._counters.counts), dict(self._counters.seconds)

@@ -48,7 +48,7 @@ class ForwardPass:
         self._upcoming: list[int] = []
         """Positions that were expected next when that was looked at last."""
         self._expected_takes = 0
-        """So many ranges more may be needed before it is looked at again, if they come as expected."""
+        """Ranges that may be needed before the schedule is looked at again, if they come as expected."""
 
     @property
     def next_position(self) -> int:

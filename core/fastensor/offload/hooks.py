@@ -184,11 +184,11 @@ class StepHooks:
         self._clock = 0.0
         """Seconds at the latest call of :meth:`pack`, by a clock that stands still in hooks."""
         self._is_over = True
-        """Whether what is saved next belongs to another forward pass: a backward pass has begun, or none at all."""
+        """True if what is saved next belongs to another forward pass: a backward pass has begun, or none at all."""
         self._unexamined: UnexaminedPass | None = None
         """The forward pass, if not each tensor is looked at."""
         self._is_rest = False
-        """Whether the first tensors of the forward pass were not examined, and the others are."""
+        """True if the first tensors of the forward pass were not examined, and the others are."""
         self._saved_nbytes = 0
         """Bytes of all tensors that the forward pass has saved so far."""
         self._known: dict[tuple[int, int], list[_KnownRange]] = {}
@@ -309,7 +309,8 @@ class StepHooks:
             self._traced.forward.note_now()
 
     def _why_kept(self, tensor: torch.Tensor, nbytes: int) -> tuple[str, range]:
-        """Why a tensor of ``nbytes`` stays in memory, or an empty string; and its bytes, as a range of its storage."""
+        """Reason for which a tensor of ``nbytes`` stays in memory, or an empty string; and its bytes, as a range of its
+        storage."""
         backward = "backward" if torch._C._current_graph_task_id() != -1 else ""
         if reason := backward or reason_to_keep(tensor):
             return reason, range(nbytes)
@@ -368,7 +369,7 @@ class StepHooks:
         return record
 
     def _ratio(self, tensor: torch.Tensor, span: range, mark: int, swapper: Swapper) -> float:
-        """How many times smaller codecs make a tensor, as it was written last; or by a sample, before it is planned."""
+        """Ratio by which codecs make a tensor smaller, as it was written last; or by a sample, before it is planned."""
         codecs = self._engine.config.codecs
         if not codecs:
             return 1.0
@@ -411,7 +412,7 @@ class StepHooks:
         return None
 
     def _is_kept_for(self, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Whether a range keeps what a tensor needs of it. Numbers of float32 that a codec rounds are no bits of
+        """True if a range keeps what a tensor needs of it. Numbers of float32 that a codec rounds are no bits of
         another dtype any more."""
         return dtype == tensor.dtype or LOSSY.keys().isdisjoint(self._engine.config.codecs)
 

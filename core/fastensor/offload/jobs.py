@@ -69,11 +69,11 @@ class Jobs:
         self._pools: dict[str, Pool] = {}
         self._counters = counters
         self.closed = False
-        """Whether nothing is moved any more: running jobs end before their next piece."""
+        """True if nothing is moved any more: running jobs end before their next piece."""
 
     @property
     def have_threads(self) -> bool:
-        """Whether there are threads, which take jobs."""
+        """True if there are threads, which take jobs."""
         return bool(self._pools) and not self.closed
 
     # With the lock held. ----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from fastensor.errors import OffloadError
 
 
 def decision(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool | None:
-    """Whether the tensors that a module saves are offloaded, by its name; None if the module around it decides.
+    """True if the tensors that a module saves are offloaded, by its name; None if the module around it decides.
 
     >>> decision("layers.0", ["layers.*"], []), decision("head", ["layers.*"], []), decision("layers.0", [], ["*.0"])
     (True, None, False)
@@ -56,9 +56,9 @@ class PersistentStorages:
     def __init__(self, model: nn.Module | None) -> None:
         self._found: set[int] = set()
         self._sharded: list[tuple[dict[str, nn.Parameter | None], str]] = []
-        """Where parameters of FSDP2 are registered."""
+        """Places at which parameters of FSDP2 are registered."""
         self._seen: list[weakref.ref[nn.Parameter] | None] = []
-        """What was registered there when it was looked up last."""
+        """Parameters that were registered there when they were looked up last."""
         if model is None:
             return
         for tensor in (*model.parameters(), *model.buffers()):
@@ -81,12 +81,12 @@ class PersistentStorages:
 
 
 def is_fsdp2(module: nn.Module) -> bool:
-    """Whether ``torch.distributed.fsdp.fully_shard`` was applied to the module itself."""
+    """True if ``torch.distributed.fsdp.fully_shard`` was applied to the module itself."""
     return _is_of_fsdp(module, "FSDPModule")
 
 
 def _is_of_fsdp(module: nn.Module, name: str) -> bool:
-    """Whether a module is of a class of ``torch.distributed.fsdp``. That takes long to import; unless somebody has
+    """True if a module is of a class of ``torch.distributed.fsdp``. That takes long to import; unless somebody has
     imported it, no module is."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, getattr(fsdp, name))
@@ -164,7 +164,7 @@ class AttachedModel:
 
     @property
     def wants(self) -> bool:
-        """Whether tensors that are saved now, in this thread, are offloaded."""
+        """True if tensors that are saved now, in this thread, are offloaded."""
         stack = self._running.stack
         return stack[-1][1] if stack else self._default
 

@@ -69,7 +69,7 @@ class Reading:
 
     @property
     def is_one_piece(self) -> bool:
-        """Whether one thread reads all of it."""
+        """True if one thread reads all of it."""
         return self.saved.lead + self.saved.nbytes <= PIECE_NBYTES
 
     def pieces(self) -> Iterator[Piece]:
@@ -207,17 +207,17 @@ def changed_on_disk(
 
 
 def is_copied_to_write(saved: SavedBytes, slots: Slots) -> bool:
-    """Whether pieces are copied to a staging block before they are written."""
+    """True if pieces are copied to a staging block before they are written."""
     return not saved.blocks and saved.page_offset is None and not _moves_device_memory(slots, saved.device)
 
 
 def is_copied_to_read(reading: Reading, slots: Slots) -> bool:
-    """Whether pieces are read to a staging block, and copied from there."""
+    """True if pieces are read to a staging block, and copied from there."""
     return reading.memory is None and not _moves_device_memory(slots, reading.saved.device)
 
 
 def _moves_device_memory(slots: Slots, device: torch.device) -> TypeGuard[DeviceSlots]:
-    """Whether open slots move bytes of the device without host memory between. Asked for each piece, so without
+    """True if open slots move bytes of the device without host memory between. Asked for each piece, so without
     isinstance, which takes Python 3.11 longer than a small piece takes the disk."""
     return device.type in getattr(slots, "device_types", ())
 

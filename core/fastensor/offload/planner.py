@@ -1,4 +1,4 @@
-"""Which saved tensors of the next forward pass stay in memory: by the plans of earlier passes, and by what is free.
+"""Choosing the saved tensors of the next forward pass that stay in memory, by plans of earlier passes and free memory.
 
 The planner looks at each forward pass when the next one begins, and has :mod:`fastensor.offload.scheduler` plan it. A
 tensor is known again by its mark, which says what the pass has saved so far. A tensor that no plan knows, as in the
@@ -30,8 +30,8 @@ from fastensor.offload.scheduler import (
 
 _HOST = torch.device("cpu")
 _SHARE_OF_FREE_MEMORY = 0.8
-"""Of the memory that is left when transfers and gradients have theirs. The rest is for what nobody counts: what other
-processes take, and holes between tensors."""
+"""Share of the memory that is left when transfers and gradients have theirs. The rest is for what nobody counts: what
+other processes take, and holes between tensors."""
 _UNPLANNED = (False, 1.0)
 _PLANNED_AT = (1, 2, 4)
 """The passes of a form after which it is planned: the first ones are slower than those that follow."""
@@ -42,13 +42,13 @@ _LOOK_AGAIN_SECONDS = 1.0
 UNKNOWN_BANDWIDTH = 1e9
 """Bytes per second of transfers, until there were any."""
 _WORTH_PLANNING_AGAIN = 1.25
-"""How much larger a limit has to be than the one of a plan before there is a new plan."""
+"""Ratio of a limit to that of a plan from which on there is a new plan."""
 _EXAMINED_EVERY = 16
 """One pass in so many is examined, though everything has fitted so far."""
 _REST = 1
-"""Where marks begin in the rest of a pass whose first tensors were not examined."""
+"""First mark in the rest of a pass whose first tensors were not examined."""
 _MORE_THAN_BEFORE = 1.05
-"""How many times more bytes than examined passes have saved a pass may save before the rest is examined."""
+"""Ratio of the bytes that a pass may save, before the rest is examined, to those of examined passes."""
 _OPERATION_TENSORS = 4
 """An operation, in either pass, may take the memory of so many of the largest saved tensors besides: for its results or
 gradients, and for what it computes on the way."""
@@ -60,7 +60,7 @@ _MOST_PASSES = 8
 
 @dataclass(slots=True)
 class SavedTensor:
-    """What a forward pass has noted of a tensor that was saved. Times are those of :class:`PassRecord`."""
+    """Record of a tensor that a forward pass has saved. Times are those of :class:`PassRecord`."""
 
     mark: int
     nbytes: int
@@ -71,7 +71,7 @@ class SavedTensor:
     """The name of the autograd node that has made the tensor; empty for inputs."""
     saved_at: float
     ratio: float = 1.0
-    """How many times smaller codecs make it."""
+    """Ratio by which codecs make it smaller."""
     needed_at: float | None = None
 
 
@@ -133,7 +133,7 @@ class ResidentBytes:
 
 @dataclass(slots=True)
 class UnexaminedPass:
-    """What a forward pass may save without a look at each tensor, because everything fits: all of it stays."""
+    """Budget of a forward pass whose tensors are not examined, because everything fits: all of it stays."""
 
     resident: ResidentBytes
     """The graphs' handle of all that the pass may save so, until no graph needs any of it."""
@@ -157,7 +157,7 @@ class PlannedForm:
     limits: Mapping[torch.device, int]
     """The most bytes that may stay, by device."""
     passes: int
-    """How many passes there were of this form."""
+    """Number of passes of this form."""
 
     def by_mark(self) -> Iterator[tuple[int, tuple[bool, float]]]:
         """The mark of each tensor, and whether it leaves memory, and its ratio."""
@@ -173,7 +173,7 @@ class PlannedForm:
         return +kept
 
     def is_outdated(self, limits: Mapping[torch.device, int]) -> bool:
-        """Whether the limits have become so different that another plan is needed, or much better."""
+        """True if the limits have become so different that another plan is needed, or much better."""
         kept = self.kept_nbytes()
         too_little = any(kept[device] > limit for device, limit in limits.items())
         more = any(limit > _WORTH_PLANNING_AGAIN * self.limits.get(device, 0) for device, limit in limits.items())
@@ -228,7 +228,7 @@ class Planner:
         return record
 
     def begin_unexamined(self) -> UnexaminedPass | None:
-        """What the next pass may save without a look at each tensor; None if it is to be examined.
+        """Budget of the next pass without a look at each tensor; None if it is to be examined.
 
         A pass is not examined if the latest one that was is planned for good, and nothing leaves in passes of its form
         or of others that are planned for good, all on one device, and if there is room for the largest of them.
@@ -305,7 +305,7 @@ class Planner:
         return None if planned is None else planned[1]
 
     def latest(self) -> PlannedForm | None:
-        """What was planned last."""
+        """Latest plan."""
         with self._lock:
             return next(reversed(self._forms.values()), None)
 
@@ -364,7 +364,7 @@ class Planner:
             self._forms[record.form] = dataclasses.replace(known, passes=passes)
 
     def _merged(self) -> dict[int, tuple[bool, float]]:
-        """What the plans say together. Where passes of several forms begin alike, a tensor leaves if it leaves in one
+        """Union of the plans. Where passes of several forms begin alike, a tensor leaves if it leaves in one
         of them: nobody knows yet which one it will be, and none may keep more than its limit. A plan that is not good
         any more, and is made anew when such a pass comes again, does not count."""
         merged: dict[int, tuple[bool, float]] = {}

@@ -47,8 +47,8 @@ def complete(known: Sequence[int], saved: Sequence[int]) -> list[int]:
 
 
 class PrefetchSchedule:
-    """What one backward pass has taken, and what it is expected to take next. A position that several nodes have saved
-    is taken several times."""
+    """Positions that one backward pass has taken, and those that it is expected to take next. A position that several
+    nodes have saved is taken several times."""
 
     def __init__(self, expected: Sequence[int]) -> None:
         self._expected = expected

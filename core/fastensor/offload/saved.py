@@ -41,7 +41,7 @@ class StoredBytes:
     nbytes: int
     """Bytes that were written."""
     encoding: Encoding | None = None
-    """How the bytes are encoded; None if they are as they were in memory."""
+    """Encoding of the bytes; None if they are as they were in memory."""
     pieces: tuple[EncodedPiece, ...] = ()
     """The encoded pieces, in order."""
 
@@ -70,11 +70,11 @@ class SavedBytes:
     copied: Sequence[Event] = ()
     """While the bytes are being copied to ``blocks``, events that are reached when they are there."""
     address: int = 0
-    """Where the storage was when that was queued."""
+    """Address of the storage when that was queued."""
     arrived: Sequence[Event] = ()
     """Reached when the latest copies from ``blocks`` to ``loaded`` are done."""
     dtype: torch.dtype = torch.uint8
-    """Of the tensor that was saved first. It says what codecs may do with the bytes."""
+    """Dtype of the tensor that was saved first. It says what codecs may do with the bytes."""
     mark: int = 0
     """Equal for the same saved tensor in forward passes of the same form."""
     position: int = 0
@@ -98,9 +98,9 @@ class SavedBytes:
     lent: bool = False
     """Whether a backward pass has got ``source``, and may keep it alive."""
     released: bool = False
-    """Whether no graph needs the bytes any more."""
+    """True if no graph needs the bytes any more."""
     failure: OffloadError | None = None
-    """Why the bytes are lost."""
+    """Reason for which the bytes are lost."""
 
     @property
     def lead(self) -> int:
@@ -109,12 +109,12 @@ class SavedBytes:
 
     @property
     def is_away(self) -> bool:
-        """Whether the bytes have to be copied back before they can be used."""
+        """True if the bytes have to be copied back before they can be used."""
         return self.source is None and (bool(self.blocks) or self.stored is not None)
 
     @property
     def is_to_be_read(self) -> bool:
-        """Whether the bytes are away, and nothing brings them back yet."""
+        """True if the bytes are away, and nothing brings them back yet."""
         return self.is_away and self.loaded is None and self.read is None
 
 
@@ -151,7 +151,7 @@ class ByteBudget:
         return list(self._held)
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a range that takes ``nbytes`` may be added."""
+        """True if a range that takes ``nbytes`` may be added."""
         return self.nbytes + nbytes <= self.limit or (self.limit > 0 and not self._held)
 
     def add(self, saved: SavedBytes, nbytes: int, *, beyond: bool = False) -> None:

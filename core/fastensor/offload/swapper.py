@@ -363,7 +363,7 @@ class Swapper:
         self._tiers.forget()
 
     def ratio_of(self, mark: int) -> float:
-        """How many times smaller codecs have made the saved tensor with this mark when it was written last; 1.0 if they
+        """Ratio by which codecs have made the saved tensor with this mark smaller when it was written last; 1.0 if they
         have not, or it was not written."""
         with self._lock:
             return self._ratios.get(mark, 1.0)
@@ -427,7 +427,7 @@ class Swapper:
         return None
 
     def _oldest_pending(self) -> Callable[[], None]:
-        """What waits for the copy or the write that was begun longest ago."""
+        """Function that waits for the copy or the write that was begun longest ago."""
         oldest = self._pending.oldest_first()[0]
         if oldest.copied:
             return partial(wait_uninterrupted, oldest.copied)
@@ -575,7 +575,7 @@ class Swapper:
     # In. --------------------------------------------------------------------------------------------------------------
 
     def _find(self, saved: SavedBytes) -> tuple[torch.UntypedStorage, int] | Future[torch.UntypedStorage | None]:
-        """What :meth:`bring` returns, or the job that reads it."""
+        """Result of :meth:`bring`, or the job that reads it."""
         if saved.failure is not None:
             raise type(saved.failure)(*saved.failure.args) from saved.failure.__cause__
         if saved.source is not None:

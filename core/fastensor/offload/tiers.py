@@ -60,7 +60,7 @@ class StorageTiers:
         self._bounce_nbytes = threads * BUFFER_NBYTES
         self._bounce = BufferPool(lambda: self._bounce_nbytes)
         self.broken = ""
-        """Why nothing is written any more; empty if ranges are written."""
+        """Reason for which nothing is written any more; empty if ranges are written."""
         self._closed = False
 
     @property

@@ -52,7 +52,7 @@ class Interval:
 
 
 class TracedPass:
-    """When a forward pass has saved tensors, and its backward pass has needed them."""
+    """Times at which a forward pass has saved tensors, and its backward pass has needed them."""
 
     def __init__(self) -> None:
         self.forward = Interval()
@@ -101,7 +101,7 @@ class Trace:
         self._sampled = 0.0
         self._is_written = False
         self.is_full = False
-        """Whether the trace has ended, because there are too many events."""
+        """True if the trace has ended, because there are too many events."""
 
     def complete(self, name: str, started: float, **arguments: Any) -> None:
         """Record what this thread has done.

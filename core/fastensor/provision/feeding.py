@@ -1,4 +1,4 @@
-"""What each loader gets next, and when each sample is used next. Everything here is pure."""
+"""Choosing the next batch of each loader, and the next use of each sample. Everything here is pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Orders:
         self.followed: _Key | None = None
         """The order that says when a sample is used next."""
         self.position = 0
-        """How far it has come, by the loader that is ahead of the others."""
+        """Position of the loader that is ahead of the others."""
 
     def order(self, plan: EpochPlan, epoch: int) -> Positions:
         """The samples of an epoch."""
@@ -47,7 +47,7 @@ class Orders:
             self.position = max(self.position, position)
 
     def next_uses(self, samples: Integers, plan: EpochPlan, position: int) -> Integers:
-        """When samples are used next.
+        """Next uses of samples.
 
         Args:
             plan: of the loader that uses them now.
@@ -67,14 +67,14 @@ class Orders:
 
 
 def key_of(plan: EpochPlan) -> _Key:
-    """What the order of an epoch depends on. The same for all ranks, and all batch sizes."""
+    """Values on which the order of an epoch depends. The same for all ranks, and all batch sizes."""
     blocks = (plan.block_size, plan.blocks_per_group) if plan.shuffle == "block" else ()
     return (plan.n, plan.seed, plan.shuffle, *blocks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """Where a batch of a loader is in its epochs."""
+    """Position of a batch in a loader's epochs."""
 
     generation: int
     index: int
@@ -129,17 +129,17 @@ class Flow(Generic[P]):
     issued: int = 0
     """Those before this number are made, or were."""
     nbytes: int = 0
-    """So much room the next batch is given; 0 if none was made yet."""
+    """Bytes reserved for the next batch; 0 if none was made yet."""
     needed: int = FIRST
-    """So many batches ahead keep the trainer from waiting, as far as was measured."""
+    """Number of batches ahead that keep the trainer from waiting, as far as was measured."""
     upcoming: P | None = None
-    """What is to be made next; None if there is nothing."""
+    """Next batch to be made; None if there is none."""
     _batches: Iterator[P] = field(default_factory=lambda: iter(()))
     _pace: Pace = field(default_factory=Pace)
 
     @property
     def has_credit(self) -> bool:
-        """Whether another batch may be made."""
+        """True if another batch may be made."""
         return self.upcoming is not None and self.ahead < self.registration.ahead
 
     @property
@@ -149,7 +149,7 @@ class Flow(Generic[P]):
 
     @property
     def room_nbytes(self) -> int:
-        """How many bytes the next batch may need."""
+        """Bytes that the next batch may need."""
         buffer, ahead = self.registration.buffer_nbytes, self.registration.ahead
         return self.nbytes or min(buffer // max(ahead, 2), buffer // 2)
 
@@ -194,7 +194,7 @@ class Stream(Flow[Batch]):
 
     ring: RingWriter = field(kw_only=True)
     is_gone: bool = False
-    """Whether its client has ended. What is still made for it is thrown away."""
+    """True if its client has ended. What is still made for it is thrown away."""
     served: int = -1
     """The number of the task that makes its latest batch; -1 if there was none."""
 
@@ -218,13 +218,13 @@ class Stream(Flow[Batch]):
         return Slot(NO_SLOT, 0, nbytes)
 
     def free(self, slot: Slot | None) -> None:
-        """Nobody will be told of a slot."""
+        """Release an unsent slot."""
         if slot is not None:
             self.ring.release(slot.sequence)
 
 
 class Preloading:
-    """Which samples are read for the cache only, when there is nothing else to do: those that come next.
+    """Samples that are read for the cache only, when there is nothing else to do: those that come next.
 
     Args:
         plan: in the order of which.

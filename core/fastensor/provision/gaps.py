@@ -1,4 +1,4 @@
-"""Which bytes of the cache are free. Everything here is pure.
+"""Allocator of the cache's bytes. Everything here is pure.
 
 The cache is a row of slabs of equal size. Samples that are no larger than a slab are packed: none crosses a border.
 A larger one takes consecutive slabs, as a whole. So slabs can be separate pieces of memory, if no sample is larger.
@@ -137,12 +137,12 @@ class SlabSpace:
         """Free parts of the others."""
 
     def taken_nbytes(self, nbytes: int) -> int:
-        """How many bytes a sample takes: rounding makes it up to 1/32 more, or whole slabs."""
+        """Bytes that a sample takes: rounding makes it up to 1/32 more, or whole slabs."""
         units = self._units(nbytes)
         return (units if units <= self._slab else self._slabs(units) * self._slab) * ALIGNMENT
 
     def take(self, nbytes: int) -> int | None:
-        """Where room for a sample begins; None if no gap is large enough. See :meth:`taken_nbytes`."""
+        """Offset of room for a sample; None if no gap is large enough. See :meth:`taken_nbytes`."""
         units = self._units(nbytes)
         if units > self._slab:
             first = self._whole.take(self._slabs(units))

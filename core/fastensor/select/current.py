@@ -76,7 +76,7 @@ def flush() -> None:
 
 
 def explores() -> bool:
-    """Whether backends are tried: what ``FASTENSOR_EXPLORE`` says, by default yes."""
+    """True if backends are tried: what ``FASTENSOR_EXPLORE`` says, by default yes."""
     given = os.environ.get(EXPLORE_VARIABLE, "")
     if given.lower() not in ("", *_YES, *_NO):
         raise ValueError(

@@ -43,7 +43,7 @@ class DictionaryError(FastensorError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long a backend takes for one bucket of sizes."""
+    """Seconds of a backend for one bucket of sizes."""
 
     count: int
     """Number of measurements."""
@@ -120,12 +120,12 @@ class Change(NamedTuple):
     backend: str
     seconds: float | None = None
     extra_seconds: float = 0.0
-    """How much longer the transfer took than it would have by the best backend, because another one was tried."""
+    """Seconds by which the transfer took longer than by the best backend, because another one was tried."""
     counts: bool = True
-    """Whether the transfer was one of the user's. Measurements for their own sake (``fastensor tune``) do not add to
+    """True if the transfer was one of the user's. Measurements for their own sake (``fastensor tune``) do not add to
     the budget of exploring."""
     failed: bool = False
-    """Whether the backend failed: the seconds are lost, and are no measurement."""
+    """True if the backend failed: the seconds are lost, and are no measurement."""
 
     def __str__(self) -> str:
         what = f"{self.backend}, {self.context}, {human_size(self.nbytes)}"

@@ -37,7 +37,7 @@ MOST_FILE_NBYTES = 1 << 20
 MOST_NOTED = 10_000
 """The most changes that are kept while they cannot be written: the latest."""
 LOCK_SECONDS = 2.0
-"""How long a flush waits for the flush of another process, or thread."""
+"""Seconds that a flush waits for the flush of another process, or thread."""
 _FLUSH_SECONDS = 5.0
 
 Kind: TypeAlias = Literal["files", "tensors", "activations", "torch.save"]
@@ -83,7 +83,7 @@ class DictionaryFile:
         """Held while another thread flushes, or is to flush."""
         self._lock = threading.RLock()
         self._flushing = False
-        """Whether the thread that holds the lock flushes. A signal handler of that thread may note and flush, too."""
+        """True if the thread that holds the lock flushes. A signal handler of that thread may note and flush, too."""
         self._noted: deque[Change] = deque(maxlen=MOST_NOTED)
         self._unwritten: deque[Change] = deque(maxlen=MOST_NOTED)
         """Changes that a flush has taken from ``_noted``, and not written yet."""

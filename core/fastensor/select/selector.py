@@ -57,8 +57,8 @@ class _History:
     tried_at: dict[str, int] = field(default_factory=dict)
     """By backend, ``uses`` at its latest try, whether the try was recorded or not."""
     behind_seconds: float = 0.0
-    """How much longer than the prior's expected time transfers took by backends that were believed to be faster;
-    negative if these were faster."""
+    """Seconds by which transfers took longer than the prior's expected time, by backends that were believed to be
+    faster; negative if these were faster."""
     disappointing: set[str] = field(default_factory=set)
     """Backends that turned out slower than the prior. They are not used until a try shows that they are faster."""
     risk_seconds: float = 0.0
@@ -128,10 +128,10 @@ class Selector:
             raise TypeError(f"dictionary is a fastensor.Dictionary or None, found {dictionary!r}")
         self._dictionary = Dictionary() if dictionary is None else dictionary
         self.explore = explore
-        """Whether backends are tried, and timings learned. May be changed at any time."""
+        """True if backends are tried, and timings learned. May be changed at any time."""
         self.mode = mode
         self.paper = paper
-        """Whether the paper's Algorithm 1 explores. May be changed at any time."""
+        """True if the paper's Algorithm 1 explores. May be changed at any time."""
         self._on_change = on_change
         self._histories: dict[Key, _History] = {}
         self._counts: Counter[str] = Counter()
@@ -154,7 +154,7 @@ class Selector:
 
     @property
     def mode(self) -> Mode:
-        """What files are written for. Can be changed at any time."""
+        """Purpose of files that are written. Can be changed at any time."""
         return self._mode
 
     @mode.setter
@@ -264,7 +264,7 @@ class Selector:
         mode: Mode | None = None,
         default: str | None = None,
     ) -> Explanation:
-        """What :meth:`choose` would choose, why, and the timings behind it. Changes nothing.
+        """Choice that :meth:`choose` would make, its reason, and the timings behind it. Changes nothing.
 
         Args:
             candidates: the backends that can move the bytes; None means those of the latest choice, or else all that
@@ -360,7 +360,7 @@ class Selector:
         return _Expected(both or alone, alone)
 
     def _cost(self, history: _History, choice: Choice, seconds: float, scale: float) -> float:
-        """What a transfer has cost as exploration: as a try, or by a backend that a try had recommended."""
+        """Cost of a transfer as exploration: as a try, or by a backend that a try had recommended."""
         if choice.best_seconds is not None:
             if choice.prior_seconds is not None and seconds < choice.prior_seconds / scale:
                 history.disappointing.discard(choice.backend)
@@ -421,8 +421,8 @@ class Selector:
         return timing is None or entry.uses - timing.measured_at >= _gap(timing.measured_at, most_gap)
 
     def _estimate(self, key: Key, name: str, expected: _Expected, usual: float) -> float:
-        """What a backend is expected to take for the transfer at hand, by its own timings or else by those of other
-        sizes. Its first use may have been slow, so that alone says nothing."""
+        """Seconds that a backend is expected to take for the transfer at hand, by its own timings or else by those of
+        other sizes. Its first use may have been slow, so that alone says nothing."""
         timing = self._dictionary.at(key).timings.get(name)
         if timing is not None and timing.count > 1:
             return expected.to_write[name]

@@ -28,7 +28,7 @@ from fastensor.select.selector import Selector
 from fastensor.select.winners import Winners, winners
 
 _PATIENCE = timedelta(minutes=5)
-"""How long ranks wait for a rank that does not answer. The death of a rank is noticed at once."""
+"""Time that ranks wait for a rank that does not answer. The death of a rank is noticed at once."""
 
 _logger = logging.getLogger("fastensor")
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -65,7 +65,7 @@ def kind_of(device: torch.device, machine: Mapping[str, str]) -> str:
 
 
 def leaders_of(kinds: Sequence[str | None]) -> tuple[int, ...]:
-    """For each rank, its leader: the lowest rank of its kind, or itself if its kind is None.
+    """Leader of each rank: the lowest rank of its kind, or itself if its kind is None.
 
     >>> leaders_of(["A100", "A100", "H100", None, "H100"])
     (0, 0, 2, 3, 2)
@@ -93,7 +93,7 @@ class Sharing:
         self._connections: Any = None
         """As :func:`_connect` makes them. torch gives their methods no types."""
         self._explores = selector.explore
-        """Whether the selector tries backends without sharing."""
+        """True if the selector tries backends without sharing."""
         self._sent: _Digest | None = None
         """The digest of the dictionary that was sent last."""
         self._rank = self.leader = 0

@@ -90,7 +90,7 @@ class Transfer:
         """The first choice."""
         self.used = self.choice.backend
         self.started = 0.0
-        """When the backend that moves the bytes began: ``time.perf_counter()``."""
+        """Start of the backend that moves the bytes: ``time.perf_counter()``."""
 
     @classmethod
     def of_file(
@@ -122,7 +122,7 @@ class Transfer:
 
     @property
     def reason(self) -> str:
-        """Why the used backend has moved the bytes."""
+        """Reason for which the used backend has moved the bytes."""
         return self.choice.reason if self.used == self.choice.backend else f"{self.choice.backend} could not do it"
 
     def run(self, attempt: Callable[[Backend], T], record_fallback: Callable[[str, str], None]) -> T:
@@ -191,7 +191,7 @@ class Transfer:
 
 
 def is_to_blame(error: Exception) -> bool:
-    """Whether an error means that the backend is broken, or does not suit the file."""
+    """True if an error means that the backend is broken, or does not suit the file."""
     if isinstance(error, OSError):
         return error.errno in _REFUSALS
     return isinstance(error, BackendUnavailableError) or not isinstance(

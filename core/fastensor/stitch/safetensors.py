@@ -73,11 +73,11 @@ class SafetensorsHeader:
     metadata: Mapping[str, str]
     """The metadata without the entry for the checksums."""
     nbytes: int
-    """Where the data region begins."""
+    """Offset of the data region."""
     checked: bool
-    """Whether the file carries checksums, the header's among them, which matches."""
+    """True if the file carries checksums, the header's among them, which matches."""
     unchecked: str = ""
-    """Why ``checked`` is False, if there is more to say than that the file carries no checksums."""
+    """Reason for which ``checked`` is False, if there is more to say than that the file carries no checksums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class SafetensorsPlan(Plan):
 
     header: bytes
     blanks: int | None
-    """Where the text of the checksums begins in the header; None if the header has none."""
+    """Offset of the text of the checksums in the header; None if the header has none."""
 
     @property
     def checksums_first(self) -> bool:
@@ -192,7 +192,7 @@ def _checked_tensors(tensors: Any) -> dict[str, torch.Tensor]:
 
 
 def _reason_to_refuse(name: object, tensor: object) -> str:
-    """Why a tensor cannot be stored, and what to do; empty if it can."""
+    """Reason for which a tensor cannot be stored, and what to do; empty if it can."""
     if not isinstance(name, str):
         return f"its name is of type {type(name).__name__}, expected str"
     if name == METADATA_KEY:
@@ -221,7 +221,7 @@ def _reason_to_refuse(name: object, tensor: object) -> str:
 
 
 def has_own_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's bytes are in its storage. Wrapper subclasses such as DTensor have none."""
+    """True if the tensor's bytes are in its storage. Wrapper subclasses such as DTensor have none."""
     try:
         address = tensor.untyped_storage().data_ptr()
         return address != 0 and tensor.data_ptr() == address + tensor.storage_offset() * tensor.itemsize
@@ -264,7 +264,7 @@ def with_format(metadata: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def beyond_format(metadata: Mapping[str, str]) -> dict[str, str]:
-    """What metadata say beside that tensors are torch's, as those of every file with checksums do."""
+    """Metadata beside the entry that tensors are torch's, which every file with checksums has."""
     return {name: text for name, text in metadata.items() if (name, text) not in OF_TORCH.items()}
 
 

@@ -1,4 +1,4 @@
-"""What adapters do with an asynchronous writer beyond what its users do."""
+"""Functions of an asynchronous writer for adapters, beyond those for users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an asynchronous writer accepts and its thread does: saves, and steps that follow them."""
+"""The work of an asynchronous writer's thread: saves, and steps that follow them."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Save(PendingWork):
             self._succeed(report)
 
     def before_window(self, nbytes: int) -> None:
-        """For the snapshot: called in the thread that moves the snapshot, before each window."""
+        """Keep the pace. The snapshot calls this in the thread that moves it, before each window."""
         with self._lock:
             self._check_dropped()
             if self.stage in ("staging", "queued"):

@@ -48,7 +48,7 @@ _QUIET_SECONDS = 2.0
 LEAST_STAGING_NBYTES = 32 << 20
 """Staging memory that is reserved at least: small checkpoints need not wait for each other."""
 _GRACE_SECONDS = 2.0
-"""How long a save that was given up may take to notice."""
+"""Seconds that a save that was given up may take to notice."""
 
 
 @checks_keywords
@@ -242,7 +242,7 @@ class AsyncWriter:
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` has been called."""
+        """True if :meth:`close` has been called."""
         return self._closed
 
     def close(self, timeout: float | None = None) -> None:
@@ -300,7 +300,7 @@ class AsyncWriter:
             _logger.error("%s", failure, exc_info=failure)
 
     def statistics(self) -> WriterStatistics:
-        """What has been done so far, and what is going on."""
+        """Counts of what has been done so far, and of what is going on."""
         stages = Counter(save.stage for save in self._pending_saves())
         ends = self._counters.ends
         return WriterStatistics(

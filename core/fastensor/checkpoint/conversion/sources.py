@@ -131,7 +131,7 @@ def _ties(selections: Mapping[str, Selection]) -> dict[str, Sequence[Sequence[st
 
 
 def what_shares_memory(ties: Mapping[str, Sequence[Sequence[str]]]) -> str:
-    """What a conversion refuses without ``copy_ties``: tensors that share memory, of the first file with such."""
+    """Tensors that share memory, of the first file with such: a conversion refuses them without ``copy_ties``."""
     where, groups = next(iter(ties.items()))
     return (
         f"{where}: tensors share memory, which would be lost: {[[*group[:_SHOWN]] for group in groups[:_SHOWN]]}; pass "

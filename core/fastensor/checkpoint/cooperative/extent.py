@@ -36,7 +36,7 @@ class SharedFile:
     mark: bytes
     """Random bytes in the file, by which it is told apart from a file of that name on another filesystem."""
     marked_at: int
-    """Where they are: behind everything that is written."""
+    """Their offset: behind everything that is written."""
     host: str
     """The machine of the process that has made it."""
 

@@ -99,7 +99,7 @@ def _place_on_machine(ranks: Ranks) -> tuple[int, int]:
 
 
 def _machine() -> str:
-    """What the processes that share a page cache have in common, whatever containers they are in."""
+    """Identifier that processes share if they share a page cache, whatever containers they are in."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read()

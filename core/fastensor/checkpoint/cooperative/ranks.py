@@ -1,4 +1,4 @@
-"""How ranks talk while they save or load a file together: through the store of ``torch.distributed``.
+"""Messages of ranks that save or load a file together, through the store of ``torch.distributed``.
 
 Rank 0 leads. Others send it values, and it replies to each of them. The store is that of the default process group. So
 it does not matter by which backend the group communicates, no other group has to be made, and a rank that does not come

@@ -1,4 +1,4 @@
-"""Whether ranks hold the same state: what of it they compare, and the words for the first difference."""
+"""Comparing the states of ranks, and the words for the first difference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LONGEST_TEXT = 200
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """What rank 0 compares of the state of another rank."""
+    """Digest of a rank's state, which rank 0 compares."""
 
     structure: bytes
     """A digest. Equal ones mean equal structures. Different ones may mean different devices, or sets in other orders:
@@ -71,7 +71,7 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> Tensors:
 
 
 def replica_of(plan: Plan, check: ReplicaCheck) -> Replica:
-    """What rank 0 compares of the state of this rank.
+    """Digest of this rank's state, which rank 0 compares.
 
     Args:
         plan: the planned file.

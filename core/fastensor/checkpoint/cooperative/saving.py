@@ -144,9 +144,9 @@ class _Leader:
         self._check = check
         self._replicated = replicated
         self._positions: dict[int, int] = {}
-        """For each storage of the plan that all ranks hold, its number among those, which is the same on all ranks."""
+        """Number of each storage of the plan that all ranks hold, among those; the same on all ranks."""
         self._shared = False
-        """Whether all ranks have written the file."""
+        """True if all ranks have written the file."""
 
     def save(self, obj: object, path: str | os.PathLike[str], settings: SaveSettings) -> SaveReport:
         ranks = self._ranks
@@ -268,7 +268,7 @@ class _Leader:
 
 
 def _positions(planned: Plan, held: Plan) -> dict[int, int]:
-    """For each storage of a plan that all ranks hold, its number among those."""
+    """Number of each storage of a plan that all ranks hold, among those."""
     if planned is held:
         return {number: number for number in range(len(planned.storages))}
     known = {_identity(storage): position for position, storage in enumerate(held.storages)}
@@ -288,7 +288,7 @@ class _Part(NamedTuple):
     numbers: list[int]
     """Their numbers in the whole plan."""
     sizes: list[int]
-    """How many bytes of each are in the extent."""
+    """Bytes of each that are in the extent."""
 
 
 def _part(segments: Sequence[Segment], held: Container[int]) -> _Part:

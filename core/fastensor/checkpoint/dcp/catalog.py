@@ -1,4 +1,4 @@
-"""What a distributed checkpoint holds, and comparing all of it with its checksums. No code of it is run."""
+"""Contents of a distributed checkpoint, and comparing all of it with its checksums. No code of it is run."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Contents:
 
     directory: LocalDirectory | RemoteDirectory
     metadata: Metadata
-    """Of the only metadata file, or of the first one if each rank has its own."""
+    """Contents of the only metadata file, or of the first one if each rank has its own."""
     files: Mapping[str, list[Item]]
     """The items of all ranks by file, in the order of each file."""
     metadata_nbytes: int
     """Size of the metadata files."""
     metadata_count: int
-    """How many metadata files there are: more than one if each rank has its own."""
+    """Number of metadata files: more than one if each rank has its own."""
     unsealed: tuple[str, ...]
     """The metadata files that carry no CRC32, as torch's own writer makes them."""
 
@@ -192,7 +192,7 @@ class _DirectoryComparison:
 
 
 def _code_in(data: bytes) -> tuple[str, ...]:
-    """What the bytes of an object name. Bytes that a planner of the user's has made are not unpickled by torch."""
+    """Code that the bytes of an object name. Bytes that a planner of the user's has made are not unpickled by torch."""
     try:
         with opened(io.BytesIO(data)) as file:
             return foreign_code(file)
@@ -201,7 +201,7 @@ def _code_in(data: bytes) -> tuple[str, ...]:
 
 
 def _code_of_metadata(contents: Contents) -> Iterator[str]:
-    """What the metadata name: torch's own reader unpickles them without restrictions."""
+    """Code that the metadata name: torch's own reader unpickles them without restrictions."""
     for one in all_in(contents.metadata.planner_data):
         if isinstance(one, UnknownObject | UnknownGlobal) and "." in one.name:  # others are keys that take long to hash
             yield one.name
@@ -218,7 +218,7 @@ def inspect_directory(path: str | os.PathLike[str]) -> Inspection:
 
 
 def describe(contents: Contents) -> Inspection:
-    """What a distributed checkpoint holds, in words."""
+    """Words for the contents of a distributed checkpoint."""
     items = [item for found in contents.files.values() for item in found]
     places: dict[str, list[Item]] = {}
     for item in items:

@@ -38,7 +38,7 @@ class Item:
     fqn: str
     """The name of the tensor or object."""
     chunk_offset: tuple[int, ...]
-    """Where in the tensor the chunk begins; empty for another object."""
+    """Offset of the chunk in the tensor; empty for another object."""
     file: str
     """The name of the file."""
     offset: int
@@ -46,7 +46,7 @@ class Item:
     crc32: int | None
     """The CRC32 of the item in the metadata; None in files of torch's writers."""
     transforms: tuple[str, ...]
-    """What the writer's extensions have done to the bytes."""
+    """Transforms of the writer's extensions."""
     dtype: torch.dtype | None
     shape: tuple[int, ...] | None
     """Dtype and shape of the chunk. Both are None if the item is another object."""
@@ -82,12 +82,12 @@ class Item:
 
     @property
     def is_small(self) -> bool:
-        """Whether the item is read together with its neighbours."""
+        """True if the item is read together with its neighbours."""
         return self.nbytes <= SMALL_NBYTES
 
     @property
     def payload_offset(self) -> int:
-        """Where the tensor's bytes begin in the file, if the layout is known."""
+        """Offset of the tensor's bytes in the file, if the layout is known."""
         assert self.archive is not None
         return self.offset + len(self.archive.head)
 
@@ -361,7 +361,7 @@ def unpickled(file: BinaryIO, where: str, *, verify: bool) -> torch.Tensor:
 
 
 def _is_place(target: torch.Tensor, item: Item) -> bool:
-    """Whether the bytes of an item's tensor are those of a tensor in memory."""
+    """True if the bytes of an item's tensor are those of a tensor in memory."""
     return (
         type(target) is torch.Tensor
         and target.dtype == item.dtype

@@ -37,7 +37,7 @@ class SaveFunction(Protocol):
 
 @dataclass(slots=True)
 class Redirected:
-    """How many calls went through Fastensor."""
+    """Counts of the calls that went through Fastensor."""
 
     saves: int = 0
     loads: int = 0
@@ -157,7 +157,8 @@ def _for_thread(thread: int, original: Callable[..., Any], function: Callable[..
 
 
 def _path_in(options: dict[str, Any], name: str, plain: type[Any]) -> str | os.PathLike[str] | None:
-    """Where a call of torch's functions saves to or loads from; None unless that is torch's own storage of a path."""
+    """Path that a call of torch's functions saves to or loads from; None unless that is torch's own storage of a
+    path."""
     storage = options.get(name)
     if storage is not None and type(storage) is not plain:
         return None

@@ -1,4 +1,4 @@
-"""Where a distributed checkpoint is: a directory of this machine, or one that ``fsspec`` reaches."""
+"""The directory of a distributed checkpoint: on this machine, or one that ``fsspec`` reaches."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Directory(Protocol):
         """
 
     def is_left_over(self, name: str, new: str) -> bool:
-        """Whether a file is so much older than a new one that no living process can be about to use it. Both times are
+        """True if a file is so much older than a new one that no living process can be about to use it. Both times are
         those of the filesystem."""
 
 

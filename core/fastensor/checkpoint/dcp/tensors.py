@@ -32,7 +32,7 @@ from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.shape import row_major
 
 _MOST_OPEN = 64
-"""How many files are kept open, because the next tensor is likely to need them again."""
+"""Files that are kept open, because the next tensor is likely to need them again."""
 
 
 class DirectoryTensors:

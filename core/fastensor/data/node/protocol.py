@@ -71,7 +71,7 @@ class Opening:
     mean_nbytes: float
     """The mean length of its values."""
     ring_nbytes: int
-    """Of the ring that the client gets."""
+    """Bytes of the ring that the client gets."""
 
     def as_json(self) -> bytes:
         """The body of an ``OPEN``."""

@@ -182,7 +182,7 @@ class _Client:
         return True
 
     def _next_request(self) -> int | None:
-        """What the client waits for, or else its oldest request."""
+        """Request that the client waits for, or else its oldest one."""
         if self.wanted is not None:
             request, end = self.wanted
             if (pieces := self.pieces.get(request)) and pieces[0].first < end:

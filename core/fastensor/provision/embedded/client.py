@@ -71,7 +71,7 @@ class EmbeddedEngine:
             self._keep(spec_fd)
         self._seconds = seconds
         self.has_started = False
-        """Whether this object has started the service."""
+        """True if this object has started the service."""
         self._lease: Connection | None = None
         self._process = os.getpid()
         """The process that has opened the lease."""
@@ -105,7 +105,7 @@ class EmbeddedEngine:
 
     @property
     def is_left(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """True if :meth:`close` was called."""
         return self._lease is None
 
     def joined(self) -> Connection:

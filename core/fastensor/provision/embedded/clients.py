@@ -43,7 +43,7 @@ class Client:
         self.pickled = b""
         """The collate function."""
         self.served = Served()
-        """What it was sent."""
+        """Counts of what it was sent."""
 
     @property
     def registered(self) -> Stream:
@@ -116,7 +116,7 @@ class Client:
         self.connection.send(Say.BATCH, BATCH.pack(batch.generation, batch.index, *slot, *cost), fd=fd)
 
     def status(self) -> dict[str, Any]:
-        """What its loader has."""
+        """State of its loader."""
         stream = self.registered
         ranks = (stream.plan.rank, stream.plan.world_size) if stream.plan is not None else None
         return {

@@ -44,7 +44,7 @@ _MAY_BE_SHARED = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
 class Main(Protocol):
-    """What runs in a worker.
+    """Main function of a worker.
 
     Args:
         connection: to the server.
@@ -66,7 +66,7 @@ class NurseryProcess:
     def __init__(self, main: Main, spec_fd: int, *, prepares: bool) -> None:
         self.prepares = prepares
         self.has_forked = False
-        """Whether it has made a worker."""
+        """True if it has made a worker."""
         self.awaited: set[int] = set()
         """The places of workers that it was asked for, and that have not come yet."""
         ours, theirs = socket.socketpair()

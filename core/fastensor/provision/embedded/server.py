@@ -237,7 +237,7 @@ class Server:
 
     @property
     def _plans(self) -> list[EpochPlan]:
-        """Of all loaders that have begun."""
+        """Plans of all loaders that have begun."""
         return [stream.plan for stream in self._streams if stream.plan is not None]
 
     def _give_work(self) -> None:
@@ -404,7 +404,7 @@ def _memory(nbytes: int) -> memoryview:
 
 
 def _placements() -> dict[str, Placement]:
-    """What is next to GPUs; nothing if the system says what makes no sense."""
+    """Placement of GPUs; empty if the system's answers make no sense."""
     try:
         return placements()
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What a service serves, in memory without a name: whoever has it can start the service.
+"""Source and options of a service, in memory without a name: whoever has it can start the service.
 
 The server reads only the facts. Objects of the user are unpickled in workers, after the script that has started the
 service has been imported there, as ``multiprocessing`` does it (``spawn``).
@@ -22,7 +22,7 @@ from fastensor.provision.making import Contents
 from fastensor.provision.pickling import pickling
 
 _NOT_FOR_WORKERS = ("authkey", "name", "start_method")
-"""What ``multiprocessing`` prepares for its own processes."""
+"""Preparations of ``multiprocessing`` for its own processes."""
 
 
 def packed(facts: Facts, contents: Contents) -> int:

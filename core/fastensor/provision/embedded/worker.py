@@ -28,7 +28,7 @@ from fastensor.provision.work import Done, Work
 
 
 class Loader:
-    """What a worker has of a loader: its collate function, its ring, and what becomes of broken samples."""
+    """A worker's record of a loader: its collate function, its ring, and the treatment of broken samples."""
 
     def __init__(self, pickled: bytes, ring_fd: int, on_error: OnError) -> None:
         self.on_error = on_error

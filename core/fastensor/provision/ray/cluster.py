@@ -47,7 +47,7 @@ class Membership:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the cluster is there, as far as can be told without asking it."""
+        """True if the cluster is there, as far as can be told without asking it."""
         if not ray.is_initialized() or self.is_inherited:
             return False
         try:
@@ -57,7 +57,7 @@ class Membership:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this process was forked from the one that has joined: Ray's threads and connections are the parent's,
+        """True if this process was forked from the one that has joined: Ray's threads and connections are the parent's,
         and nothing of them may be used, or ended."""
         return self._process != os.getpid()
 
@@ -123,7 +123,7 @@ def join(address: str) -> Membership:
 
 
 def _is_cluster(address: str) -> bool:
-    """Whether it is the address of a certain cluster."""
+    """True if it is the address of a certain cluster."""
     return ":" in address
 
 
@@ -206,7 +206,7 @@ def _open_to(host: str) -> ProvisionError:
 
 
 def _is_at(address: str, found: str) -> bool:
-    """Whether an address, which may have the name of a host, is the one that Ray has found."""
+    """True if an address, which may have the name of a host, is the one that Ray has found."""
     (host, _, port), (found_host, _, found_port) = address.rpartition(":"), found.rpartition(":")
     return address == found or (port == found_port and not _numbers_of(host).isdisjoint(_numbers_of(found_host)))
 
