@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch.nn import Module
 
 from fastensor.files.arguments import checks_keywords, checks_keywords_with, keywords_of
+from fastensor.files.replacing import replace_attribute
 from fastensor.files.shown import shown
 from fastensor.offload.modules import is_fsdp2
 from fastensor_accelerate import transformers_trainer
@@ -26,6 +27,8 @@ _OFFLOADS = "_fastensor_offloads"
 """The attribute of an Accelerator that holds the offloads of its models."""
 _own: dict[str, Callable[..., Any]] = {}
 """Accelerate's own methods by name, while Fastensor is enabled."""
+_undo = ExitStack()
+"""Gives them back to Accelerate."""
 _config: FastensorConfig | None = None
 
 
@@ -53,7 +56,7 @@ def enable(config: FastensorConfig | None = None) -> None:
     if not _own:
         for name, method in _METHODS.items():
             _own[name] = getattr(Accelerator, name)
-            setattr(Accelerator, name, functools.wraps(_own[name])(method))
+            _undo.callback(replace_attribute(Accelerator, name, functools.wraps(_own[name])(method)))
     transformers_trainer.intercept(_saver_of, _offloads_of)
 
 
@@ -66,9 +69,8 @@ def disable() -> None:
     """
     global _config
     _config = None
-    while _own:
-        name, method = _own.popitem()
-        setattr(Accelerator, name, method)
+    _undo.close()
+    _own.clear()
     transformers_trainer.restore()
     with ExitStack() as closing:  # all of them, whatever the others raise
         for saver in tuple(savers):
@@ -228,12 +230,7 @@ class FastensorAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has
     def __repr__(self) -> str:
         return f" on {self.device}, process {self.process_index} of {self.num_processes}"
 
-    save_state = functools.wraps(Accelerator.save_state)(_save_state)
-    load_state = functools.wraps(Accelerator.load_state)(_load_state)
-    save = functools.wraps(Accelerator.save)(_save)
-    prepare = functools.wraps(Accelerator.prepare)(_prepare)
-    prepare_model = functools.wraps(Accelerator.prepare_model)(_prepare_model)
-    backward = functools.wraps(Accelerator.backward)(_backward)
-    free_memory = functools.wraps(Accelerator.free_memory)(_free_memory)
-    log = functools.wraps(Accelerator.log)(_log)
-    end_training = functools.wraps(Accelerator.end_training)(_end_training)
+
+for _name, _method in _METHODS.items():
+    if _name != "__init__":
+        setattr(FastensorAccelerator, _name, functools.wraps(getattr(Accelerator, _name))(_method))

@@ -11,9 +11,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
@@ -28,6 +27,7 @@ from fastensor.checkpoint import cooperative
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.save import SavedContainer
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError
+from fastensor.files.replacing import replace_attribute, replacing
 from fastensor_accelerate.config import FastensorConfig
 
 if TYPE_CHECKING:
@@ -164,8 +164,6 @@ class _Module(ModuleType):
 
 
 _OF_ALL = re.compile(r"(model|pytorch_model|optimizer)(_\d+)?\.(safetensors|bin)")
-_lock = threading.RLock()
-"""Held while names are replaced, so that each thread puts back what was there before."""
 
 
 @contextmanager
@@ -175,13 +173,12 @@ def replaced(files: Files) -> Iterator[Redirected | None]:
     Yields:
         How often shards were saved and loaded; None if ``files`` leaves them to torch.
     """
-    with _lock, _shards_replaced(files) as shards, ExitStack() as undo:
+    with replacing() as undo, _shards_replaced(files) as shards:
         for name in (*_SEAMS, *[_SAVE] * (files.write_together is not None)):
             module_name, _, attribute = name.rpartition(".")
             module = sys.modules.get(module_name)
             if module is not None and hasattr(module, attribute):
-                undo.callback(setattr, module, attribute, getattr(module, attribute))
-                setattr(module, attribute, _substitute(attribute, files))
+                undo.callback(replace_attribute(module, attribute, _substitute(attribute, files)))
         yield shards
 
 

@@ -8,7 +8,6 @@ but the Trainer reads the checkpoint when it is saved: a Trainer has no place wh
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import sys
 import warnings
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fastensor.files.replacing import wrap_method
 from fastensor_accelerate.activation_offload import PreparedOffloads
 from fastensor_accelerate.directories import publish_last
 from fastensor_accelerate.seam import missing_seams
@@ -55,8 +55,8 @@ _UPLOADS = {
 """By class name, callbacks of transformers that may upload checkpoints, and the attribute that says whether they do."""
 _NOT_NOW = ("false", "none", "end")
 """Values of that attribute, in lower case, with which nothing is uploaded when a checkpoint is saved."""
-_own: dict[str, Callable[..., Any]] = {}
-"""The Trainer's own methods by name, while they are intercepted."""
+_undo: list[Callable[[], None]] = []
+"""Give Trainers their own methods back, which are intercepted while there are any."""
 
 
 def intercept(saver_of: Callable[[Any], StateSaver], offloads_of: Callable[[Any], PreparedOffloads | None]) -> None:
@@ -71,7 +71,7 @@ def intercept(saver_of: Callable[[Any], StateSaver], offloads_of: Callable[[Any]
             has none, and PEFT itself writes and reads its adapters.
     """
     module = sys.modules.get(_MODULE)
-    if module is None or _own or not hasattr(module, "Trainer"):
+    if module is None or _undo or not hasattr(module, "Trainer"):
         return
     names = (*_READS, *_SAVES, _LOSS, "train")
     missing = missing_seams("transformers")
@@ -84,9 +84,7 @@ def intercept(saver_of: Callable[[Any], StateSaver], offloads_of: Callable[[Any]
     if "peft" in sys.modules and (missing := missing_seams("peft")):  # transformers.trainer imports it if it is there
         _warn("adapters of PEFT", missing)
     for name in names:
-        _own[name] = getattr(module.Trainer, name)
-        method = functools.wraps(_own[name])(_method(name, saver_of, offloads_of))
-        setattr(module.Trainer, name, method)
+        _undo.append(wrap_method(module.Trainer, name, _method(name, saver_of, offloads_of)))
 
 
 def _warn(what: str, missing: list[str]) -> None:
@@ -99,9 +97,8 @@ def _warn(what: str, missing: list[str]) -> None:
 
 def restore() -> None:
     """Have Trainers save and load by themselves again."""
-    while _own:
-        name, method = _own.popitem()
-        setattr(sys.modules[_MODULE].Trainer, name, method)
+    while _undo:
+        _undo.pop()()
 
 
 def _method(
@@ -109,46 +106,36 @@ def _method(
 ) -> Callable[..., Any]:
     """Replacement of a method of the Trainer."""
 
-    def read(trainer: Any, *args: Any, **options: Any) -> Any:
+    def read(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
         with saver_of(trainer.accelerator).loading():
-            return _own[name](trainer, *args, **options)
+            return own(trainer, *args, **options)
 
-    def save_model(trainer: Any, *args: Any, **options: Any) -> Any:
+    def save_model(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
         with saver_of(trainer.accelerator).saving():
-            return _own[name](trainer, *args, **options)
+            return own(trainer, *args, **options)
 
-    def save_checkpoint(trainer: Any, *args: Any, **options: Any) -> Any:
+    def save_checkpoint(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
         folder = os.path.join(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
         saver = saver_of(trainer.accelerator)
         reader = reader_of(trainer) if saver.config.asynchronous else None
         with saver.saving_in_turn(folder, reader=reader) as afterwards, ExitStack() as undo:
 
-            def put_off(owner: Any, attribute: str) -> None:
-                now = getattr(owner, attribute)
+            def put_off(now: Callable[..., None], *args: Any, **options: Any) -> None:
+                as_it_is = [_copy(trainer) if one is trainer else one for one in args]
+                afterwards.append(partial(now, *as_it_is, **options))
 
-                def later(*args: Any, **options: Any) -> None:
-                    as_it_is = [_copy(trainer) if one is trainer else one for one in args]
-                    afterwards.append(partial(now, *as_it_is, **options))
-
-                replace(owner, attribute, later)
-
-            def replace(owner: Any, attribute: str, function: Callable[..., None]) -> None:
-                is_own, before = attribute in vars(owner), getattr(owner, attribute)
-                setattr(owner, attribute, function)
-                undo.callback(setattr, owner, attribute, before) if is_own else undo.callback(delattr, owner, attribute)
-
-            def write_hidden(path: str) -> None:
+            def write_hidden(write: Callable[[str], None], path: str) -> None:
                 write(f"{path}.saving")
                 afterwards.append(partial(publish_last, f"{path}.saving", path))
 
-            write = trainer.state.save_to_json
-            replace(trainer.state, "save_to_json", write_hidden)  # without it, no Trainer resumes from the checkpoint
-            put_off(trainer, _PUSH)
-            put_off(*_rotation(sys.modules[_MODULE]))
-            return _own[name](trainer, *args, **options)
+            # without the state, no Trainer resumes from the checkpoint
+            undo.callback(wrap_method(trainer.state, "save_to_json", write_hidden))
+            undo.callback(wrap_method(trainer, _PUSH, put_off))
+            undo.callback(wrap_method(*_rotation(sys.modules[_MODULE]), put_off))
+            return own(trainer, *args, **options)
 
-    def train(trainer: Any, *args: Any, **options: Any) -> Any:
-        result = _own[name](trainer, *args, **options)
+    def train(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
+        result = own(trainer, *args, **options)
         saver = saver_of(trainer.accelerator)
         saver.wait()
         saver.print_summary()
@@ -156,11 +143,11 @@ def _method(
             offloads.close()
         return result
 
-    def loss_context(trainer: Any, *args: Any, **options: Any) -> Any:
+    def loss_context(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
         with ExitStack() as stack:
             if (offloads := offloads_of(trainer.accelerator)) is not None:
                 stack.enter_context(offloads.step(trainer.model_wrapped))
-            stack.enter_context(_own[name](trainer, *args, **options))
+            stack.enter_context(own(trainer, *args, **options))
             return stack.pop_all()
 
     named = {"save_model": save_model, "_save_checkpoint": save_checkpoint, "train": train, _LOSS: loss_context}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import fastensor
 from fastensor.files.arguments import check_flags, checks_keywords
+from fastensor.files.replacing import wrap_method
 from fastensor.files.shown import shown
 from fastensor.files.words import MIB
 from fastensor.select.share import Sharing
@@ -17,7 +18,6 @@ from fastensor_lightning.checkpoint_io import CHECKPOINT_IO_CLASSES, FastensorCh
 from fastensor_lightning.cooperation import save_together
 from fastensor_lightning.finished_files import WaitingLoggers, see_finished_files
 from fastensor_lightning.frameworks import load_classes, package_of, say
-from fastensor_lightning.methods import call_after, call_once_after
 from fastensor_lightning.saved_in_run import SavedInRun
 from fastensor_lightning.shared_choice import share_choice
 
@@ -104,7 +104,7 @@ class CheckpointMonitor(Callback):
         )
         if getattr(trainer.checkpoint_callback, "dirpath", "") is None:  # its own setup decides, which comes later
             self._undo.append(
-                call_once_after(trainer.checkpoint_callback, "setup", lambda: self._share(plugin, trainer))
+                _call_once_after(trainer.checkpoint_callback, "setup", lambda: self._share(plugin, trainer))
             )
         else:
             self._share(plugin, trainer)
@@ -164,7 +164,7 @@ class CheckpointMonitor(Callback):
     def _share(self, plugin: FastensorCheckpointIO, trainer: Trainer) -> None:
         self._sharing = sharing = share_choice(plugin, trainer)
         if sharing is not None:  # all ranks call save_checkpoint, and leave it together
-            self._undo += [sharing.end, call_after(trainer, "save_checkpoint", sharing.sync)]
+            self._undo += [sharing.end, _call_after(trainer, "save_checkpoint", sharing.sync)]
 
     def _end_interrupted_run(self, trainer: Trainer, stage: str) -> None:
         """An exception has ended a run, and no callback can save any more. That exception is the one to be seen."""
@@ -225,6 +225,31 @@ class CheckpointMonitor(Callback):
 def _explain(trainer: Trainer, done: str, report: fastensor.SaveReport | fastensor.LoadReport) -> None:
     log = logging.getLogger(package_of(trainer))
     log.info("%s was %s by %s: %s", report.path, done, report.backend, report.reason)
+
+
+def _call_after(owner: Any, name: str, then: Callable[[], object]) -> Callable[[], None]:
+    """Call ``then`` whenever a method of one object has returned. Returns a function that ends that."""
+
+    def method(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        result = original(*arguments, **options)
+        then()
+        return result
+
+    return wrap_method(owner, name, method)
+
+
+def _call_once_after(owner: Any, name: str, then: Callable[[], object]) -> Callable[[], None]:
+    """Call ``then`` when a method of one object has returned for the first time. Returns a function that gives that up.
+
+    Then the object has its own method again, so that it can be pickled.
+    """
+
+    def once() -> None:
+        undo()
+        then()
+
+    undo = _call_after(owner, name, once)
+    return undo
 
 
 def find_plugin(trainer: Trainer) -> FastensorCheckpointIO | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
+from fastensor.files.replacing import wrap_method
 from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
-from fastensor_lightning.methods import replace_method
 from fastensor_lightning.shared_choice import is_data_parallel
 
 
@@ -35,17 +36,19 @@ def save_together(plugin: FastensorCheckpointIO, trainer: Any) -> Callable[[], N
             f"FastensorCheckpointIO(cooperative=True) is inside of {type(strategy.checkpoint_io).__name__}, which only "
             f"rank 0 calls: pass the plugin itself to the Trainer, or leave cooperative out"
         )
-    stock = strategy.save_checkpoint
 
-    def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        stock: Callable[..., None], checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
         if plugin._leaves_to_rank_0(filepath) or _is_sharded(trainer.optimizers):
             stock(checkpoint, filepath, storage_options=storage_options)
         else:
-            replicated = [*trainer.lightning_module.parameters(), *_tensors_in(checkpoint.get("optimizer_states"))]
+            states = tree_leaves(checkpoint.get("optimizer_states"))
+            replicated = [*trainer.lightning_module.parameters(), *filter(torch.is_tensor, states)]
             plugin._save_together(checkpoint, filepath, storage_options, replicated)
 
     plugin._saves_together = True
-    return replace_method(strategy, "save_checkpoint", save_checkpoint)
+    return wrap_method(strategy, "save_checkpoint", save_checkpoint)
 
 
 def _is_sharded(optimizers: list[Any]) -> bool:
@@ -56,11 +59,3 @@ def _is_sharded(optimizers: list[Any]) -> bool:
             f"rank 0 saves alone: {names[0]} collects its state there, so ranks do not hold the same", stacklevel=2
         )
     return bool(names)
-
-
-def _tensors_in(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(inner)

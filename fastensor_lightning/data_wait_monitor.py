@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastensor.files.arguments import checks_keywords
+from fastensor.files.replacing import wrap_method
 from fastensor.files.shown import shown
 from fastensor.provision import ProvisionedLoader
 from fastensor.provision.metrics import Waits, table
 from fastensor_lightning.frameworks import load_classes
-from fastensor_lightning.methods import replace_method
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
@@ -111,14 +111,12 @@ class DataWaitMonitor(Callback):
             self._began = None
 
     def _call_before(self, profiler: Any, name: str, then: Callable[[], None]) -> None:
-        original = getattr(profiler, name)
-
-        def method(action_name: str) -> None:
+        def method(original: Callable[[str], None], action_name: str) -> None:
             if action_name.endswith(_FETCH):
                 then()
             original(action_name)
 
-        self._undo.append(replace_method(profiler, name, method))
+        self._undo.append(wrap_method(profiler, name, method))
 
     def _stop(self) -> None:
         self._began = None

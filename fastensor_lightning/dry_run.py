@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from fastensor.files.replacing import replace_attribute
 from fastensor.offload.undone import note_generators, undone
 from fastensor_lightning.frameworks import load_classes, package_of
-from fastensor_lightning.methods import replace_method
 
 _Checkpoints = load_classes("Checkpoint", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
 
@@ -34,9 +34,9 @@ def save_and_log_nothing(trainer: Any, undo: ExitStack) -> None:
         if isinstance(one, _Checkpoints):
             for name in dir(one):
                 if name.startswith("on_"):
-                    undo.callback(replace_method(one, name, _do_nothing))
+                    undo.callback(replace_attribute(one, name, _do_nothing))
     for name in ("save_checkpoint", "remove_checkpoint"):
-        undo.callback(replace_method(trainer.strategy, name, _do_nothing))
+        undo.callback(replace_attribute(trainer.strategy, name, _do_nothing))
 
 
 def undo_draws(trainer: Any, undo: ExitStack) -> None:

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 import fastensor
+from fastensor.files.replacing import replace_attribute, wrap_method
 from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
-from fastensor_lightning.methods import replace_method
 from fastensor_lightning.sharded import PendingShards
 
 _logger = logging.getLogger(__name__)
@@ -27,9 +27,9 @@ def see_finished_files(plugin: FastensorCheckpointIO, callbacks: Iterable[Any]) 
     """
     for callback in callbacks:
         if hasattr(callback, "file_exists"):
-            yield replace_method(callback, "file_exists", partial(_file_exists, plugin, callback.file_exists))
+            yield wrap_method(callback, "file_exists", partial(_file_exists, plugin))
         if hasattr(callback, "_link_checkpoint"):
-            yield replace_method(callback, "_link_checkpoint", partial(_link, plugin))
+            yield replace_attribute(callback, "_link_checkpoint", partial(_link, plugin))
 
 
 def _file_exists(plugin: FastensorCheckpointIO, original: Callable[..., bool], filepath: Any, trainer: Any) -> bool:
@@ -52,10 +52,7 @@ class WaitingLoggers:
     def __init__(self, plugin: FastensorCheckpointIO, loggers: Iterable[Any]) -> None:
         self._plugin = plugin
         self._waiting: deque[tuple[fastensor.SaveHandle | PendingShards, partial[None]]] = deque()
-        self._undo = [
-            replace_method(logger, "after_save_checkpoint", partial(self._later, logger.after_save_checkpoint))
-            for logger in loggers
-        ]
+        self._undo = [wrap_method(logger, "after_save_checkpoint", self._later) for logger in loggers]
 
     def call_those_whose_files_are_finished(self) -> None:
         """Call the loggers whose files are finished, in the order of the saves. For failed saves, none is called.

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from fastensor.errors import UnsupportedContentError
 from fastensor.files.arguments import check_flags, checks_keywords_with
+from fastensor.files.replacing import replace_attribute
 from fastensor.files.shown import given, shown
 from fastensor.files.words import human_size
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadEstimate, OffloadStatistics
 from fastensor.offload.config import OffloadOptions, config_of, dry_run_config, with_default_folder
 from fastensor_lightning.dry_run import save_and_log_nothing, undo_draws, undo_progress, undo_training
 from fastensor_lightning.frameworks import load_classes, of_rank, say
-from fastensor_lightning.methods import replace_method
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
@@ -129,7 +129,7 @@ class SSDActivationOffload(Callback):
             with offload.step(), original():
                 yield
 
-        self._undo.callback(replace_method(trainer.precision_plugin, "train_step_context", train_step_context))
+        self._undo.callback(replace_attribute(trainer.precision_plugin, "train_step_context", train_step_context))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self._is_dry_run and self._offload is not None:

@@ -8,7 +8,6 @@ storage of Fastensor.
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from fastensor.checkpoint.location import as_in_fsspec, locate
 from fastensor.errors import CheckpointReadError, FastensorError
 from fastensor.files.new_directory import NewDirectory
 from fastensor.files.os_errors import kept_at, write_errors
+from fastensor.files.replacing import wrap_method
 from fastensor_lightning.frameworks import load_classes
 
 if TYPE_CHECKING:
@@ -319,22 +319,18 @@ def replace_methods() -> None:
         for strategy in load_classes(name, "lightning.pytorch.strategies", "pytorch_lightning.strategies"):
             if _REPLACED not in vars(strategy):
                 setattr(strategy, _REPLACED, True)
-                _replace(strategy, "save_checkpoint", ShardedCheckpoints.save)
-                _replace(strategy, "load_checkpoint", ShardedCheckpoints.load)
-                _replace(strategy, "teardown", ShardedCheckpoints.teardown)
+                wrap_method(strategy, "save_checkpoint", partial(_ask_plugin, ShardedCheckpoints.save))
+                wrap_method(strategy, "load_checkpoint", partial(_ask_plugin, ShardedCheckpoints.load))
+                wrap_method(strategy, "teardown", partial(_ask_plugin, ShardedCheckpoints.teardown))
 
 
-def _replace(strategy: type[Any], name: str, method: Callable[..., Any]) -> None:
-    stock = getattr(strategy, name)
-
-    @functools.wraps(stock)
-    def ours(self: Any, *arguments: Any, **options: Any) -> Any:
-        sharded = getattr(self.checkpoint_io, "_sharded", None)
-        if not isinstance(sharded, ShardedCheckpoints):
-            return stock(self, *arguments, **options)
-        return method(sharded, self, stock, *arguments, **options)
-
-    setattr(strategy, name, ours)
+def _ask_plugin(
+    method: Callable[..., Any], stock: Callable[..., Any], strategy: Any, *arguments: Any, **options: Any
+) -> Any:
+    sharded = getattr(strategy.checkpoint_io, "_sharded", None)
+    if not isinstance(sharded, ShardedCheckpoints):
+        return stock(strategy, *arguments, **options)
+    return method(sharded, strategy, stock, *arguments, **options)
 
 
 def _saves_shards(strategy: Any) -> bool:

@@ -15,6 +15,7 @@ from fastensor.files import arguments
 
 _CALLERS = (
     "fastensor.cli", "fastensor.testing", "fastensor.checkpoint.asynchronous.exits", "fastensor.files.afterwards",
+    "fastensor.files.replacing",
     "fastensor.checkpoint.agreement", "fastensor.checkpoint.dcp.redirect", "fastensor.data", "fastensor.provision",
 )  # fmt: skip
 """Modules that call the rest of Fastensor, or functions that they were given, as any program does."""

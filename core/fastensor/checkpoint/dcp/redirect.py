@@ -6,11 +6,10 @@ the public functions that they call are replaced meanwhile, for the calling thre
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,9 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from fastensor.checkpoint.dcp.reader import FastensorStorageReader
 from fastensor.checkpoint.dcp.writer import FastensorStorageWriter
 from fastensor.errors import CheckpointReadError, CheckpointWriteError, CorruptCheckpointError, NotACheckpointError
-
-_lock = threading.RLock()
-"""Held while functions are replaced, so that each thread puts back what was there before."""
+from fastensor.files.replacing import replacing, wrap_method
 
 
 class SaveFunction(Protocol):
@@ -98,15 +95,13 @@ def redirected(
         with _read_failures(ours):
             return original(*arguments, **{**options, "storage_reader": ours})
 
-    with _lock, ExitStack() as undo:
+    with replacing() as undo:
         for module, name, function in (
             (dcp, "save", save_redirected),
             (dcp, "load", load_redirected),
             (optimizer, "load_sharded_optimizer_state_dict", load_optimizer_redirected),
         ):
-            original = getattr(module, name)
-            undo.callback(setattr, module, name, original)
-            setattr(module, name, _for_thread(thread, original, function))
+            undo.callback(wrap_method(module, name, _for_thread(thread, function)))
         yield found
 
 
@@ -146,9 +141,8 @@ def _described(failed: CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in failed.failures.items())
 
 
-def _for_thread(thread: int, original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*arguments: Any, **options: Any) -> Any:
+def _for_thread(thread: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         if threading.get_ident() != thread:
             return original(*arguments, **options)
         return function(original, *arguments, **options)
