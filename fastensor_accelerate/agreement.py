@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from functools import partial
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
-from fastensor.checkpoint.agreement import PATIENCE, Agreement, has_others
+from fastensor.checkpoint.agreement import PATIENCE, Agreement
 from fastensor.errors import CheckpointWriteError
-from fastensor.files.bounded_call import call_within
+from fastensor.files.job_store import JobStore, connect_to_job, has_others, wait_until
 
 _ARRIVAL_SECONDS = 30.0
 """How long the main process waits for the others to call ``save_state``, too, before it goes on alone."""
-_SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.005, 0.1
 
 _logger = logging.getLogger("fastensor")
 _calls = itertools.count()
@@ -66,30 +63,26 @@ def _everyone_calls() -> bool:
     Raises:
         CheckpointWriteError: the main process does not come, or cannot be reached.
     """
-    number, rank, size = next(_calls), dist.get_rank(), dist.get_world_size()
-    key = f"fastensor/save_state/{number}/"
-    here = [f"{key}{one}" for one in range(size)]
-    started = time.monotonic()
-    try:
-        ask = partial(call_within, PATIENCE.total_seconds())
-        store = _get_default_store()
-        ask(store.set, here[rank], "here")
-        while not any(found := ask(lambda: (store.check(here), store.check([f"{key}decision"])))):
-            waited = time.monotonic() - started
-            if rank == 0 and waited > _ARRIVAL_SECONDS:
-                break
-            if waited > PATIENCE.total_seconds():
-                raise CheckpointWriteError("the main process does not call save_state, but other processes do")
-            time.sleep(min(max(waited / 50, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS))
-        # the first answer is that of all
-        decision = ask(store.compare_set, f"{key}decision", "", "everyone" if found[0] else "alone")
-    except (RuntimeError, ValueError, TimeoutError) as error:
-        raise CheckpointWriteError(f"the main process cannot be reached: {error}") from error
-    if decision != b"everyone" and rank == 0:
+    rank = dist.get_rank()
+    here = [f"{one}" for one in range(dist.get_world_size())]
+    connect = partial(connect_to_job, f"fastensor/save_state/{next(_calls)}/")
+    store = JobStore(connect, PATIENCE.total_seconds(), _unreachable)
+    store.ask("set", here[rank], "here")
+    seconds = _ARRIVAL_SECONDS if rank == 0 else PATIENCE.total_seconds()
+    is_decided = wait_until(lambda: store.ask("check", here) or store.ask("check", ["decision"]), seconds)
+    if rank and not is_decided:
+        raise CheckpointWriteError("the main process does not call save_state, but other processes do")
+    # the first answer is that of all
+    decision = store.decide("decision", "everyone" if is_decided else "alone")
+    if decision != "everyone" and rank == 0:
         _logger.warning(
             "save_state was called by the main process alone: others have not called it within %.0f s. From now on, "
             "the main process does not wait for them before it saves states in directories that the script names. If "
             "all processes call save_state, call accelerator.wait_for_everyone() before it",
             _ARRIVAL_SECONDS,
         )
-    return bool(decision == b"everyone")
+    return decision == "everyone"
+
+
+def _unreachable(error: Exception) -> CheckpointWriteError:
+    return CheckpointWriteError(f"the main process cannot be reached: {error}")

@@ -24,7 +24,7 @@ from accelerate import Accelerator, DistributedType
 import fastensor
 from fastensor.backends.fallback import announce
 from fastensor.checkpoint import cooperative, ordering
-from fastensor.checkpoint.agreement import Agreement, has_others
+from fastensor.checkpoint.agreement import Agreement
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve, staging_first, touch_staging
 from fastensor.checkpoint.directories import nbytes_in_directory
 from fastensor.checkpoint.freeing import wait_for_space
@@ -32,6 +32,7 @@ from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.save import SavedContainer
 from fastensor.errors import CheckpointWriteError, CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.files import posix
+from fastensor.files.job_store import has_others
 from fastensor.files.new_directory import DirectoryInUseError
 from fastensor.files.words import human_size
 from fastensor.select.share import Sharing, share_choice
@@ -282,8 +283,9 @@ class StateSaver:
         self.wait()
         agreement = self._processes.all()  # in the thread that trains, in the same order in all processes
         config = self.config
-        if config.asynchronous and (reader := agreement.first(reader, f"{directory} was not saved")) is not None:
-            announce("saving a Trainer's checkpoints asynchronously", f"{reader} may read each as soon as it is saved")
+        readers = agreement.gather(reader, f"{directory} was not saved") if config.asynchronous else []
+        if first := next(filter(None, readers), None):
+            announce("saving a Trainer's checkpoints asynchronously", f"{first} may read each as soon as it is saved")
             config = replace(config, asynchronous=False)
         saving = self._begin(state_in(os.path.abspath(directory)), agreement, config)
         afterwards: list[Callable[[], None]] = []

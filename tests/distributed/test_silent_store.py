@@ -22,8 +22,8 @@ import fastensor
 from fastensor.checkpoint import agreement, cooperative
 from fastensor.data import Staggering
 from fastensor.data.staggering import Tokens
-from fastensor.files import bounded_call
-from fastensor.files.bounded_call import call_within
+from fastensor.files import job_store
+from fastensor.files.job_store import call_within
 from fastensor.select import share
 from fastensor.select.selector import Selector
 from fastensor.select.share import Sharing
@@ -86,7 +86,7 @@ class WaitedFor(Future[int]):
 
 @pytest.mark.parametrize("seconds", [float("inf"), 1e10])
 def test_a_call_may_take_for_ever(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_call, "Future", WaitedFor)
+    monkeypatch.setattr(job_store, "Future", WaitedFor)
     assert call_within(seconds, int) == 0
 
 
@@ -101,7 +101,7 @@ class ReturnedLate(Future[str]):
 
 
 def test_a_call_that_returns_as_the_wait_ends_has_returned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_call, "Future", ReturnedLate)
+    monkeypatch.setattr(job_store, "Future", ReturnedLate)
     assert call_within(PATIENCE_SECONDS, lambda: "published") == "published"
 
 
@@ -189,7 +189,7 @@ def _end(rank: int, folder: Path, pid: int) -> None:
     with pytest.raises(fastensor.CheckpointWriteError, match=f"x was not saved: .* as before: {before}"):
         found.exchange(None, "x was not saved")
     with pytest.raises(fastensor.CheckpointWriteError, match=f"x was not saved: .* as before: {before}"):
-        found.first(None, "x was not saved")
+        found.gather(None, "x was not saved")
     found.end()
 
 

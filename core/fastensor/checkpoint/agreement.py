@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fastensor.errors import CheckpointWriteError, FastensorError
-from fastensor.files.bounded_call import call_within
+from fastensor.files.job_store import call_within, has_others
 
 PATIENCE = timedelta(minutes=30)
 """Time that a process waits for one that does not answer, or for the store of the job. The death of a process is
@@ -54,37 +54,44 @@ class Agreement:
             CheckpointWriteError: other processes have failed, or cannot be reached. The message names them. An
                 ``error`` is raised in its place.
         """
-        texts: list[str | None] = [None] * self.size
-        if self.size > 1:
-            own = None if failure is None else f"{type(failure).__name__}: {failure}"
-            try:
-                self._gather(texts, own)
-            except (RuntimeError, ValueError) as broken:  # ValueError: the process group was destroyed
-                if failure is None:
-                    raise error(f"{what}: a process cannot be reached: {broken}") from broken
+        texts: list[str | None] = []
+        try:
+            texts = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}", what, error)
+        except FastensorError as unreachable:
+            failure = failure or unreachable
         if failure is not None:
             raise failure
         failed = [f"process {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
         if failed:
             raise error(f"{what}: {'; '.join(failed)}")
 
-    def first(self, text: str | None, what: str) -> str | None:
-        """The text of the lowest process that has one, the same in all processes.
+    def gather(
+        self, text: str | None, what: str, error: type[FastensorError] = CheckpointWriteError
+    ) -> list[str | None]:
+        """The texts of all processes, in their order.
 
         Args:
             text: that of this process.
-            what: says what was not done if that is not known, for messages.
+            what: says what was not done if they are not known, for messages.
+            error: what is raised then.
 
         Raises:
-            CheckpointWriteError: other processes cannot be reached.
+            CheckpointWriteError: other processes cannot be reached, now or in an earlier call. An ``error`` is raised
+                in its place.
         """
-        texts: list[str | None] = [text] * self.size
-        if self.size > 1:
-            try:
-                self._gather(texts, text)
-            except (RuntimeError, ValueError) as broken:
-                raise CheckpointWriteError(f"{what}: a process cannot be reached: {broken}") from broken
-        return next((one for one in texts if one is not None), None)
+        texts = [text] * self.size
+        if self.size == 1:
+            return texts
+        try:
+            if self._broken is not None:
+                raise RuntimeError(f"as before: {self._broken}")
+            dist.monitored_barrier(self.group, PATIENCE, wait_all_ranks=True)  # names those who do not come
+            dist.all_gather_object(texts, text, group=self.group)
+        except (RuntimeError, ValueError) as broken:  # ValueError: the process group was destroyed
+            self._broken = self._broken or broken
+            self.end()  # so that others, which wait for this process, do not wait on
+            raise error(f"{what}: a process cannot be reached: {broken}") from broken
+        return texts
 
     def together(self, do: Callable[[], None], what: str, error: type[FastensorError] = CheckpointWriteError) -> None:
         """Do something in all processes. Returns when all have done it.
@@ -112,23 +119,3 @@ class Agreement:
         group, self.group = self.group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
-
-    def _gather(self, texts: list[str | None], own: str | None) -> None:
-        """
-        Raises:
-            RuntimeError, ValueError: a process cannot be reached, now or in an earlier call.
-        """
-        if self._broken is not None:
-            raise RuntimeError(f"as before: {self._broken}")
-        try:
-            dist.monitored_barrier(self.group, PATIENCE, wait_all_ranks=True)  # names those who do not come
-            dist.all_gather_object(texts, own, group=self.group)
-        except (RuntimeError, ValueError) as error:
-            self._broken = error
-            self.end()  # so that others, which wait for this process, do not wait on
-            raise
-
-
-def has_others() -> bool:
-    """Whether the job has more processes than this one."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

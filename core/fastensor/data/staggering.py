@@ -9,21 +9,19 @@ from __future__ import annotations
 import errno
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 from fastensor.backends.threads import open_pool, shut_down, submit
 from fastensor.data.coalescing import Extents
 from fastensor.data.engines.base import Engine, Value
 from fastensor.files import launchers
 from fastensor.files.arguments import checks_keywords
-from fastensor.files.bounded_call import call_within
-
-T = TypeVar("T")
+from fastensor.files.job_store import JobStore, wait_until
 
 _CONNECT = timedelta(seconds=60)
 _logger = logging.getLogger("fastensor")
@@ -78,10 +76,9 @@ class Tokens:
 
     def __init__(self, staggering: Staggering) -> None:
         self._staggering = staggering
-        self._store: Any = None
-        """None before it is connected, and after a call that was not answered, which would hold up further ones."""
-        with self._reaching():
-            self._connect()
+        self._store: JobStore | None = None
+        """None after a call that was not answered."""
+        self._connected()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -90,67 +87,54 @@ class Tokens:
         Raises:
             OSError: the store cannot be reached.
         """
-        with self._reaching():
-            if self._store is None:
-                self._connect()
-            place, token = divmod(self._ask(self._store.add, "numbers", 1) - 1, self._staggering.active)
-            self._await(token, place)
+        store = self._connected()
+        place, token = divmod(store.ask("add", "numbers", 1) - 1, self._staggering.active)
+        name = f"{token}/turn"
+        self._await(store, name, place)
         try:
             yield
         finally:
-            with self._reaching():
-                self._pass_on(token, place)
+            _pass_on(store, name, place)
 
-    def _connect(self) -> None:
+    def _connected(self) -> JobStore:
+        if self._store is None:
+            seconds = 2 * _CONNECT.total_seconds()  # so long if it accepts the connection, and then does not answer
+            self._store = JobStore(self._connect, 2 * self._staggering.timeout, self._unreachable, seconds)
+        return self._store
+
+    def _connect(self) -> Any:
         # torch can be built without these, and its public names of them have no types
         from torch._C._distributed_c10d import TCPStore
         from torch.distributed.distributed_c10d import PrefixStore
 
         host, _, port = self._staggering.store.rpartition(":")
-        store = call_within(
-            2 * _CONNECT.total_seconds(),  # so long if it accepts the connection, and then does not answer
-            lambda: TCPStore(host, int(port), is_master=False, timeout=_CONNECT, wait_for_workers=False),
-        )
-        self._store = PrefixStore(f"{self._staggering.name}/{self._staggering.active}/", store)
+        store = TCPStore(host, int(port), is_master=False, timeout=_CONNECT, wait_for_workers=False)
+        return PrefixStore(f"{self._staggering.name}/{self._staggering.active}/", store)
 
-    def _ask(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Answer of the store to a call.
-
-        Raises:
-            RuntimeError: it cannot be reached, or has waited in vain.
-            TimeoutError: it does not answer.
-        """
-        return call_within(2 * self._staggering.timeout, call, *arguments)
-
-    def _await(self, token: int, place: int) -> None:
+    def _await(self, store: JobStore, name: str, place: int) -> None:
         """Wait until those that come before have had the token, or seem to be dead."""
-        while (turn := self._ask(self._store.add, f"{token}/turn", 0)) < place:
-            try:
-                self._ask(self._store.wait, [f"{token}/{place}"], timedelta(seconds=self._staggering.timeout))
-                return
-            except RuntimeError as error:  # torch.distributed.DistStoreError is one
-                if self._ask(self._store.add, f"{token}/turn", 0) == turn:
-                    _logger.warning(
-                        "a process has held the token for reading for %g s (%s): the next one goes on without it",
-                        self._staggering.timeout, error,
-                    )  # fmt: skip
-                    self._pass_on(token, turn)
 
-    def _pass_on(self, token: int, place: int) -> None:
-        """Let the next one read, unless somebody has done so."""
-        self._ask(self._store.compare_set, f"{token}/turn", str(place), str(place + 1))
-        self._ask(self._store.set, f"{token}/{place + 1}", "")
-        self._ask(self._store.delete_key, f"{token}/{place}")
+        def turn() -> int:
+            return int(store.ask("add", name, 0))
 
-    @contextmanager
-    def _reaching(self) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, TimeoutError) as error:  # torch.distributed.DistError is a RuntimeError
-            if isinstance(error, TimeoutError):
-                self._store = None
-            message = f"the store {self._staggering.store} for staggering cannot be reached: {error}"
-            raise OSError(errno.ENOTCONN, message) from error
+        while (before := turn()) < place:
+            if not wait_until(lambda: turn() != before, self._staggering.timeout):  # called at once
+                _logger.warning(
+                    "a process has held the token for reading for %g s: the next one goes on without it",
+                    self._staggering.timeout,
+                )
+                _pass_on(store, name, before)
+
+    def _unreachable(self, error: Exception) -> OSError:
+        if isinstance(error, TimeoutError):
+            self._store = None
+        message = f"the store {self._staggering.store} for staggering cannot be reached: {error}"
+        return OSError(errno.ENOTCONN, message)
+
+
+def _pass_on(store: JobStore, name: str, place: int) -> None:
+    """Let the next one read, unless somebody has done so."""
+    store.ask("compare_set", name, str(place), str(place + 1))
 
 
 class StaggeredEngine:

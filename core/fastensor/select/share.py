@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fastensor.backends.registry import AUTO
-from fastensor.files.bounded_call import call_within
+from fastensor.files.job_store import call_within
 from fastensor.select.current import current_selector
 from fastensor.select.dictionary import Dictionary, DictionaryError, Key
 from fastensor.select.machine import identity

@@ -25,6 +25,7 @@ from fastensor.checkpoint.request import check_arguments
 from fastensor.errors import CheckpointReadError
 from fastensor.files import posix
 from fastensor.files.arguments import checks_keywords
+from fastensor.files.job_store import has_others
 
 _THROUGH_THE_PAGE_CACHE = "numpy"
 
@@ -78,8 +79,7 @@ def load_with_report(
     check_arguments(map_location, keys, None, mmap=False, verify=verify)
     check_timeout(timeout)
     found = locate(path)
-    has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) != 1
-    if has_others and isinstance(found, str):
+    if has_others(group) and isinstance(found, str):
         ranks = Ranks(group, f"loading {found}", timeout, CheckpointReadError, name="machines")
         number, count = _place_on_machine(ranks)
         if count > 1:

@@ -7,32 +7,28 @@ leaves no group behind that nobody can use any more.
 How the work ends is one value of the store: the first rank that fails says so there, or rank 0 that it publishes the
 file. Whoever waits looks at it.
 
-A rank may be cut off from the store. Each call of it ends within the timeout of the conversation. A connection that has
-left a call without an answer is not used again: the conversation fails at once, and the next one makes another.
+A rank may be cut off from the store. Each call of it ends within the timeout of the conversation, which has a
+connection of its own. If one was left without an answer, the conversation fails at once.
 """
 
 from __future__ import annotations
 
 import itertools
 import pickle
-import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from fastensor.checkpoint.cooperative.options import check_timeout
 from fastensor.errors import CheckpointWriteError, FastensorError, ReplicaMismatchError
-from fastensor.files.bounded_call import call_within
+from fastensor.files.job_store import JobStore, connect_to_job, wait_until
 
-T = TypeVar("T")
-
-_SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.0005, 0.05
 _CHUNK_NBYTES = 4 << 20
 """``TCPStore`` takes values of up to 8 MiB."""
 _OUTCOME = "outcome"
@@ -40,20 +36,9 @@ _PUBLISH, _FAILED, _DIFFERENT = "publish", "failed: ", "different replicas: "
 """Outcomes, of which the latter two begin a text."""
 
 
-@dataclass(eq=False, slots=True)
-class _Channel:
-    """What a group's conversations have in common in one process."""
-
-    name: str = field(default_factory=lambda: uuid4().hex)
-    """A random name by which this process claims its place in the store, and finds it again when it reconnects."""
-    numbers: Iterator[int] = field(default_factory=itertools.count)
-    """The numbers of the conversations, alike on all ranks."""
-    store: Any = None
-    """The connection that :func:`_connected` makes; None before the first conversation, and after a call that was not
-    answered."""
-
-
-_channels: WeakKeyDictionary[dist.ProcessGroup, _Channel] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[dist.ProcessGroup, tuple[str, Iterator[int]]] = WeakKeyDictionary()
+"""Of each group, a random name by which this process claims its place in the store, and finds it again when it connects
+anew; and the numbers of its conversations, alike on all ranks."""
 
 
 class Ranks:
@@ -95,21 +80,18 @@ class Ranks:
         self._replies = itertools.count()
         self._doubt = ""
         """What messages add when rank 0 may publish the file without this rank."""
-        self._channel = _channels.setdefault(group, _Channel())
-        name = name or str(next(self._channel.numbers))  # also if the store cannot be reached: others count on
-        self._is_silent = False
-        if self._channel.store is None:
-            self._channel.store = self._ask(_connected, group, self._channel.name, self.rank)
-        self._store: Any = PrefixStore(f"{name}/", self._channel.store)
+        own, numbers = _groups.setdefault(group, (uuid4().hex, itertools.count()))
+        name = name or str(next(numbers))  # also if the store cannot be reached: others count on
+        self._store = JobStore(partial(_connect, group, own, self.rank, name), timeout, self._unreachable)
 
     # --- on all ranks
 
     def exchange(self, value: str) -> list[str]:
         """The values of all ranks, in their order. The values stay: only the first exchange of a name waits."""
         keys = [f"of-{rank}" for rank in range(self.size)]
-        self._ask(self._store.set, keys[self.rank], value)
+        self._store.ask("set", keys[self.rank], value)
         self._wait_for_all(dict(enumerate(keys)))
-        return [self._ask(self._store.get, key).decode() for key in keys]
+        return [found.decode() for found in self._store.ask("multi_get", keys)]
 
     def fail(self, error: BaseException) -> None:
         """Have all other ranks raise what this rank has failed with, unless they know of a failure."""
@@ -120,10 +102,10 @@ class Ranks:
             text = f"{self._what} failed: rank {self.names[self.rank]}: {text}"
         outcome = f"{_DIFFERENT if is_mismatch else _FAILED}{text}"
         try:
-            decided = self._decide(outcome)
+            decided = self._store.decide(_OUTCOME, outcome)
             if decided == _PUBLISH and self.rank == 0:
                 known = outcome if is_ours else f"{outcome}; perhaps the new file is in place"
-                self._ask(self._store.set, _OUTCOME, known)
+                self._store.ask("set", _OUTCOME, known)
             elif decided not in (outcome, _PUBLISH):
                 error.add_note(f"before that: {decided}")
         except self._error as silence:
@@ -147,7 +129,7 @@ class Ranks:
         if not self._wait([key], 2 * self._timeout):
             silent = f"rank {self.names[0]} has not answered rank {self.names[self.rank]} for {2 * self._timeout:g} s"
             # keeps rank 0 from publishing, unless it has begun to
-            if self._decide(f"{_FAILED}{self._what} failed: {silent}") == _PUBLISH and not self._wait(
+            if self._store.decide(_OUTCOME, f"{_FAILED}{self._what} failed: {silent}") == _PUBLISH and not self._wait(
                 [key], 2 * self._timeout
             ):
                 raise self._error(f"{self._what}: {silent}, after all ranks have written their parts{self._doubt}")
@@ -180,21 +162,17 @@ class Ranks:
         Raises:
             FastensorError: one has, and takes the file for not saved.
         """
-        self._decide(_PUBLISH)
+        self._store.decide(_OUTCOME, _PUBLISH)
         self._check_outcome()
 
     # --- inside
-
-    def _decide(self, outcome: str) -> str:
-        """Set the outcome, unless there is one. Returns what it is now."""
-        return self._ask(self._store.compare_set, _OUTCOME, "", outcome).decode()  # type: ignore[no-any-return]
 
     def _check_outcome(self) -> None:
         """
         Raises:
             FastensorError: a rank has failed.
         """
-        outcome = self._ask(self._store.get, _OUTCOME).decode() if self._ask(self._store.check, [_OUTCOME]) else ""
+        outcome = self._store.ask("get", _OUTCOME).decode() if self._store.ask("check", [_OUTCOME]) else ""
         if outcome.startswith(_DIFFERENT):
             raise ReplicaMismatchError(outcome.removeprefix(_DIFFERENT))
         if outcome.startswith(_FAILED):
@@ -208,7 +186,7 @@ class Ranks:
         """
         if self._wait(list(keys.values()), self._timeout):
             return
-        silent = [self.names[rank] for rank, key in keys.items() if not self._ask(self._store.check, [key])]
+        silent = [self.names[rank] for rank, key in keys.items() if not self._store.ask("check", [key])]
         if silent:
             raise self._error(
                 f"{self._what} failed: rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} did not come within "
@@ -218,61 +196,44 @@ class Ranks:
     def _wait(self, keys: list[str], seconds: float) -> bool:
         """Wait until the store has all keys; False if that takes longer.
 
-        The store's own ``wait`` cannot be interrupted, and logs every timeout.
-
         Raises:
             FastensorError: a rank has failed.
         """
-        started = time.monotonic()
-        while not self._ask(self._store.check, keys):
-            self._check_outcome()
-            waited = time.monotonic() - started
-            if waited > seconds:
-                return False
-            time.sleep(min(max(waited / 50, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS))
-        return True
+
+        def is_there() -> bool:
+            found: bool = self._store.ask("check", keys)
+            if not found:
+                self._check_outcome()
+            return found
+
+        return wait_until(is_there, seconds)
 
     def _put(self, key: str, value: Any) -> None:
         data = zlib.compress(pickle.dumps(value), 1)  # headers are padded with one and the same byte
         chunks = [data[at : at + _CHUNK_NBYTES] for at in range(0, len(data), _CHUNK_NBYTES)]
         for number, chunk in enumerate(chunks):
-            self._ask(self._store.set, f"{key}-{number}", chunk)
-        self._ask(self._store.set, key, str(len(chunks)))
+            self._store.ask("set", f"{key}-{number}", chunk)
+        self._store.ask("set", key, str(len(chunks)))
 
     def _take(self, key: str) -> Any:
-        names = [f"{key}-{number}" for number in range(int(self._ask(self._store.get, key)))]
-        data = b"".join([self._ask(self._store.get, name) for name in names])
+        names = [f"{key}-{number}" for number in range(int(self._store.ask("get", key)))]
+        data = b"".join([self._store.ask("get", name) for name in names])
         for name in (key, *names):
-            self._ask(self._store.delete_key, name)
+            self._store.ask("delete_key", name)
         return pickle.loads(zlib.decompress(data))
 
-    def _ask(self, call: Callable[..., T], *arguments: Any) -> T:
-        """What the store answers.
-
-        Raises:
-            FastensorError: it does not answer, now or in an earlier call, or cannot be reached.
-        """
-        try:
-            if self._is_silent:
-                raise TimeoutError(f"it has left an earlier call without an answer for {self._timeout:g} s")
-            return call_within(self._timeout, call, *arguments)
-        except (RuntimeError, ValueError, TimeoutError) as error:  # ValueError if the process group was destroyed
-            if isinstance(error, TimeoutError):
-                self._is_silent, self._channel.store = True, None
-            raise self._error(
-                f"{self._what} failed: rank {self.names[self.rank]} cannot reach the store of torch.distributed, which "
-                f"is in the process of rank 0 or of the launcher: {error}{self._doubt}"
-            ) from error
+    def _unreachable(self, error: Exception) -> FastensorError:
+        return self._error(
+            f"{self._what} failed: rank {self.names[self.rank]} cannot reach the store of torch.distributed, which "
+            f"is in the process of rank 0 or of the launcher: {error}{self._doubt}"
+        )
 
 
-def _connected(group: dist.ProcessGroup, name: str, rank: int) -> Any:
-    """The store, with a place for the conversations of a group: the same on all ranks, and again for this ``name``."""
-    default: Any = _get_default_store()
-    # a connection of its own, where torch can make one: calls of one connection wait for each other
-    store = default.clone() if hasattr(default, "clone") else default
-    store = PrefixStore(f"fastensor/{group.group_name}/", store)
+def _connect(group: dist.ProcessGroup, own: str, rank: int, conversation: str) -> Any:
+    """The store, with a place for a conversation of a group: the same on all ranks, and again for the name ``own``."""
+    store = connect_to_job(f"fastensor/{group.group_name}/")
     # A store may outlive its group, as torchrun's does, and then holds what was left of groups of the same name. Who
     # connects again, and perhaps has not got the answer before, finds its own name.
     lives = itertools.count(1)
-    life = next(life for life in lives if store.compare_set(f"life-{life}-of-{rank}", "", name) == name.encode())
-    return PrefixStore(f"{life}/", store)
+    life = next(life for life in lives if store.compare_set(f"life-{life}-of-{rank}", "", own) == own.encode())
+    return PrefixStore(f"{life}/{conversation}/", store)

@@ -41,6 +41,7 @@ from fastensor.errors import CheckpointWriteError, ReplicaMismatchError
 from fastensor.files import posix
 from fastensor.files.arguments import checks_keywords_with
 from fastensor.files.atomic import NewFile
+from fastensor.files.job_store import has_others
 from fastensor.files.os_errors import write_errors
 from fastensor.select.transfer import BackendChoice, Transfer
 from fastensor.stitch.extents import Extent, cut, filled
@@ -107,7 +108,7 @@ def save(
         )
     settings = SaveSettings(**options)
     check_cooperation(timeout, check_replicas)
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+    if not has_others(group):
         transaction, planner = settings.prepare(obj, path)
         return transaction.run(planner)
     ranks = Ranks(group, f"saving {os.fspath(path)}", timeout)
