@@ -4,7 +4,8 @@ All files of a state are written to a staging directory. One rename commits them
 (``checkpoints/checkpoint_3``) is staged in ``checkpoints.saving/checkpoint_3``, and the rename publishes it. A
 directory that the caller names may hold other files. So its state is staged in its hidden subdirectory
 ``.fastensor-saving``, the rename to ``.fastensor-saved`` commits it, and then each file moves to its place. If the
-process is killed while files move, whoever loads or saves next moves the rest.
+process is killed while files move, whoever loads or saves next moves the rest. So it is where a script, which knows the
+name that Accelerate gives next, has made that directory itself.
 
 Processes on several machines share these directories, or each machine has its own. So the main process acts first, and
 then the first process of every other machine, if it does not see that it is done.
@@ -16,11 +17,9 @@ import contextlib
 import os
 import re
 import shutil
-import stat
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
+from fastensor.checkpoint import ordering
 from fastensor.checkpoint.directories import METADATA_NAME, remove_replaced_shards
 from fastensor.checkpoint.files import make_directories
 from fastensor.checkpoint.freeing import freeing_afterwards
@@ -37,9 +36,6 @@ _NUMBER = re.compile(r"[\/]?([0-9]+)(?=[^\/]*$)")
 """Accelerate's pattern of the number of a state."""
 _MODEL = re.compile(r"(?P<name>model|pytorch_model)(?P<number>_\d+)?\.(?:safetensors|bin)")
 _TWINS = {"model": "pytorch_model{}.bin", "pytorch_model": "model{}.safetensors"}
-_RENAME_SECONDS = 10.0
-"""How long a process is waited for that is between two renames."""
-_POLL_SECONDS = 0.01
 _RANDOM_STATES = "random_states_"
 """Accelerate writes a file of such a name to each state, when it has written most others."""
 _OBSOLETE = ".fastensor-obsolete"
@@ -86,14 +82,12 @@ class StateDirectory:
             DirectoryInUseError: another process saves to the same path.
             OSError: the filesystem refused.
         """
-        parent = os.path.dirname(self.staging)
         if self.is_named_by_accelerate:
             make_directories(os.path.dirname(self.path), durable=durable)
-            restore_replaced(os.path.dirname(self.path))
         else:
             make_directories(self.path, durable=durable)
             finish(self.path, durable=durable)
-        remove_leftovers(parent)
+        remove_leftovers(os.path.dirname(self.staging))
         try:
             self._new.create()
         except DirectoryInUseError as error:
@@ -112,48 +106,17 @@ class StateDirectory:
             OSError: the filesystem refused. Whoever loads or saves next goes on, if the state was committed.
         """
         self._new.check()
-        if not self.is_named_by_accelerate:
+        if moves := not (self.is_named_by_accelerate and (replaces or _is_free(self.path))):
             _mark_obsolete(self.path, self.staging)
-        if self.is_named_by_accelerate and not replaces and _is_directory(self.path):
-            self._publish_with_what_is_there(durable=durable)
-        else:
-            self._new.publish(durable=durable)
+            self._new.path = os.path.join(self.path, _SAVED)
+        self._new.publish(durable=durable)
         if self.is_named_by_accelerate and link:
             # a script has made a directory of that name, or another process has removed the empty folder
             with contextlib.suppress(FileExistsError, FileNotFoundError):
                 os.symlink(os.path.relpath(self.path, os.path.dirname(self.staging)), self.staging)
-        if not self.is_named_by_accelerate:
+        if moves:
             finish(self.path, durable=durable)
         self.tidy()
-
-    def _publish_with_what_is_there(self, *, durable: bool) -> None:
-        """Give the state its place, where a script, which knew the name, has made a directory. What the state lacks of
-        that becomes part of the state, or stays if the state cannot be published.
-
-        Raises:
-            OSError: the filesystem refused.
-        """
-        if durable:
-            posix.sync_tree(
-                self.staging
-            )  # first, because it takes long: a process that is killed below loses the files
-        moved = []
-        try:
-            for name in list(_lacking(self.path, self.staging)):
-                os.rename(os.path.join(self.path, name), os.path.join(self.staging, name))
-                moved.append(name)
-            with contextlib.suppress(OSError):  # what is left gives way to the state's own of the same name
-                for directory, _, _ in os.walk(self.path, topdown=False):
-                    os.rmdir(directory)
-            self._new.publish(durable=durable)
-        except BaseException:
-            if self.is_intact:  # it was not published
-                for name in moved:
-                    there = os.path.join(self.path, name)
-                    os.makedirs(os.path.dirname(there), exist_ok=True)
-                    with contextlib.suppress(FileNotFoundError):
-                        os.rename(os.path.join(self.staging, name), there)
-            raise
 
     def discard(self) -> None:
         """Remove the staging directory, if it was made here and not published. What cannot be removed is left to the
@@ -205,7 +168,7 @@ def finish(directory: str | os.PathLike[str], *, durable: bool = True) -> bool:
     committed = os.path.join(directory, _SAVED)
     try:
         names = os.listdir(committed)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     for name in names:
         if name.endswith(_OBSOLETE):
@@ -325,19 +288,15 @@ def remove_leftovers(saving: str) -> None:
 
 def restore_replaced(checkpoints: str) -> None:
     """Give states their places back that killed processes were about to replace, where the filesystem cannot exchange
-    two names. What a process is replacing has its place when this returns.
+    two names. A process that is between its two renames keeps what it replaces.
 
     Raises:
         OSError: the filesystem refused.
     """
-    saving, deadline = f"{checkpoints}{_STAGING}", time.monotonic() + _RENAME_SECONDS
+    saving = f"{checkpoints}{_STAGING}"
     for name in _names_in(saving):
-        aside, path = os.path.join(saving, name), os.path.join(checkpoints, name.removesuffix(ASIDE_SUFFIX))
-        while name.endswith(ASIDE_SUFFIX) and os.path.lexists(aside) and not os.path.lexists(path):
-            _settle(aside)
-            if time.monotonic() > deadline:
-                return
-            time.sleep(_POLL_SECONDS)
+        if name.endswith(ASIDE_SUFFIX):
+            _settle(os.path.join(saving, name))
 
 
 def _settle(aside: str) -> None:
@@ -375,6 +334,31 @@ def published_path(path: str | os.PathLike[str]) -> Path:
     return published if published.exists() or not found.exists() else found
 
 
+def find_state(given: str, *, durable: bool) -> Path:
+    """:func:`published_path`, when what this process has still to do there is done, and what a killed process has left
+    in mid-publication has its place.
+
+    Raises:
+        OSError: the filesystem refused.
+        Exception: what the pending save of another Accelerator of this process has failed with.
+    """
+    for place in (place_of(given), given):  # another Accelerator may save there, and stage where the path leads
+        ordering.wait_to_read_directory(place)
+    restore_replaced(str(place_of(given).parent))
+    found = published_path(given)
+    if found.is_dir():
+        finish(found, durable=durable)
+    return found
+
+
+def settle_states(checkpoints: str, *, durable: bool) -> None:
+    """:func:`find_state` for all states in Accelerate's folder, if it is there."""
+    ordering.wait_to_read_directory(checkpoints)
+    restore_replaced(checkpoints)
+    for name in _names_in(checkpoints):
+        finish(os.path.join(checkpoints, name), durable=durable)
+
+
 def _twin_of(name: str) -> str | None:
     """The file in which an older state may have had the same model, and which Accelerate would load first.
 
@@ -397,22 +381,15 @@ def _mark_obsolete(directory: str, staging: str) -> None:
                 pass
 
 
-def _lacking(source: str, target: str) -> Iterator[str]:
-    """The relative paths of what is in one directory, and that another one lacks."""
-    there = {entry.name: entry for entry in os.scandir(target)}
-    for entry in list(os.scandir(source)):
-        if entry.name not in there:
-            yield entry.name
-        elif entry.is_dir(follow_symlinks=False) and there[entry.name].is_dir(follow_symlinks=False):
-            yield from (os.path.join(entry.name, name) for name in _lacking(entry.path, there[entry.name].path))
-
-
-def _is_directory(path: str) -> bool:
-    """Unlike ``os.path.isdir``, this raises what the filesystem refuses."""
+def _is_free(path: str) -> bool:
+    """True if there is nothing at a path. A directory that a script has made, and has written nothing to, goes."""
     try:
-        return stat.S_ISDIR(os.stat(path).st_mode)
+        os.rmdir(path)
     except FileNotFoundError:
+        return True
+    except OSError:  # also if it cannot be told: what is there may be the script's
         return False
+    return True
 
 
 def _names_in(directory: str) -> list[str]:

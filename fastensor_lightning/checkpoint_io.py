@@ -26,6 +26,7 @@ from fastensor.checkpoint.location import RemotePath, as_in_fsspec, locate
 from fastensor.checkpoint.placement import check_map_location
 from fastensor.files.arguments import check_flags, checks_keywords, nearest
 from fastensor.files.atomic import announce_writer, wait_for_writers
+from fastensor.files.job_store import has_others
 from fastensor.files.new_directory import replace_link
 from fastensor.files.posix import memory_filesystem_of
 from fastensor.files.shown import shown
@@ -524,7 +525,7 @@ class FastensorCheckpointIO(CheckpointIO):
 
     def _warn_if_ranks_learn_alone(self, checkpoint: object) -> None:
         is_trainers = isinstance(checkpoint, dict) and "pytorch-lightning_version" in checkpoint
-        if self._may_be_alone and self._chooses and is_trainers and _has_other_ranks():
+        if self._may_be_alone and self._chooses and is_trainers and has_others():
             self._may_be_alone = False
             warnings.warn(
                 "every rank learns by itself which backend is the fastest: with DDP, ranks on identical hardware share "
@@ -533,7 +534,7 @@ class FastensorCheckpointIO(CheckpointIO):
             )
 
     def _warn_if_rank_0_is_alone(self) -> None:
-        if self.cooperative and not self._saves_together and _has_other_ranks():
+        if self.cooperative and not self._saves_together and has_others():
             self._saves_together = True  # once is enough
             warnings.warn(
                 "rank 0 saves alone, although the plugin is cooperative: Lightning calls it on rank 0 only, unless the "
@@ -567,11 +568,6 @@ def _remove_after(save: PendingShards, path: str) -> None:
         _logger.warning("%s is not removed, because %s was not saved", path, save.path)
     else:
         remove_at_once(path)
-
-
-def _has_other_ranks() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _is_trainer_running() -> bool:
@@ -617,7 +613,7 @@ def _check_keys(name: str, value: object, known: Sequence[str]) -> None:
 
 def _announce(path: str, until: ExitStack) -> None:
     """Announce to the other ranks of this job that a file is being written: :func:`_wait_for_rank_0` waits for it."""
-    if not _has_other_ranks() or not isinstance(locate(path), str):
+    if not has_others() or not isinstance(locate(path), str):
         return
     try:
         until.callback(announce_writer(next(ordering.places_behind(path))).close)
@@ -632,9 +628,7 @@ def _is_there(path: str) -> bool:
 
 def _wait_for_rank_0(path: str | os.PathLike[str]) -> None:
     """Wait until the file that another process of this job has announced for a path is there, which is to be loaded."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    if torch.distributed.get_rank() == 0 or not isinstance(locate(path), str):
+    if not has_others() or torch.distributed.get_rank() == 0 or not isinstance(locate(path), str):
         return
     # a link is read when no process is about to replace it
     if not all(wait_for_writers(place, _PATIENCE_SECONDS) for place in ordering.places_behind(path)):

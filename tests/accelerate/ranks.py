@@ -347,18 +347,18 @@ class Sharded:
 
 def shard_and_fall_behind(config: FastensorConfig, folder: Path, rank: int) -> Any:
     """All have written their shards, and process 0 publishes the state before process 1 goes on."""
-    from fastensor_accelerate import states
+    from fastensor_accelerate.saving import StateSave
 
     found = Sharded(config, None, "SHARDED_STATE_DICT")
-    together = states._Saving.together
+    together = StateSave.together
 
     def fall_behind(saving: Any, do: Any, what: str = "") -> None:
         together(saving, do, what)
-        if rank == 1 and getattr(do, "func", None) is states._check_written:
+        if rank == 1 and getattr(do, "__func__", None) is StateSave.check_written:
             while not (folder / "state" / "optimizer_0").exists():
                 os.sched_yield()
 
-    pytest.MonkeyPatch().setattr(states._Saving, "together", fall_behind)
+    pytest.MonkeyPatch().setattr(StateSave, "together", fall_behind)
     found.accelerator.save_state(folder / "state")
     found.accelerator.wait_for_everyone()
     found.accelerator.load_state(folder / "state")

@@ -17,7 +17,7 @@ from programs import Program
 
 from fastensor_accelerate import FastensorConfig
 from fastensor_accelerate.directories import states_in
-from fastensor_accelerate.states import StateSaver
+from fastensor_accelerate.saving import StateSave
 
 JOB = Path(__file__).with_name("lone_job.py")
 modes = pytest.mark.parametrize("config", MODES)
@@ -61,13 +61,13 @@ def seed_of(state: Path | str) -> int:
 def test_another_job_saves_the_state_after_the_name_was_found_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: FastensorConfig, total_limit: int | None
 ) -> None:
-    prepare = StateSaver._prepare
+    prepare = StateSave.prepare
 
-    def prepare_late(self: StateSaver, saving: Any) -> None:
+    def prepare_late(self: StateSave) -> None:
         assert outcomes(start(tmp_path, FastensorConfig(), True, saves=1, pauses=False, seed=1)) == [None]
-        prepare(self, saving)
+        prepare(self)
 
-    monkeypatch.setattr(StateSaver, "_prepare", prepare_late)
+    monkeypatch.setattr(StateSave, "prepare", prepare_late)
     found = training(tmp_path, total_limit=total_limit)
     with by(config):
         if total_limit is None:

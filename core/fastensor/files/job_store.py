@@ -49,7 +49,7 @@ class JobStore:
         self._connection = self._call(connect_seconds or seconds, connect)
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """What a method of the store returns, such as ``ask("get", "name")``.
+        """Call a method of the store: ``ask("get", "name")``.
 
         Raises:
             Exception: what ``failure`` makes, if the store does not answer, now or in an earlier call.
@@ -71,7 +71,7 @@ class JobStore:
 
 
 def has_others(group: Any = None) -> bool:
-    """Whether a process group, or the job, has more processes than this one."""
+    """True if a process group, or the job, has more processes than this one."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) != 1
@@ -99,7 +99,7 @@ def wait_until(is_so: Callable[[], object], seconds: float) -> bool:
 
 
 def call_within(seconds: float, function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in a thread of its own, and wait for it so long at most; ``inf`` is for ever.
+    """Call a function in a thread of its own, and wait at most ``seconds`` for it; ``inf`` is for ever.
 
     A call that has not returned by then, or when an interrupt ends the wait, is left to its thread, which does not keep
     the process from ending. The call may still take effect. What it was made on is in use: further calls of the same
