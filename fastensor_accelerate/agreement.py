@@ -13,7 +13,7 @@ from fastensor.errors import CheckpointWriteError
 from fastensor.files.job_store import JobStore, connect_to_job, has_others, wait_until
 
 _ARRIVAL_SECONDS = 30.0
-"""How long the main process waits for the others to call ``save_state``, too, before it goes on alone."""
+"""Seconds that the main process waits for the others to call ``save_state``, too, before it goes on alone."""
 
 _logger = logging.getLogger("fastensor")
 _calls = itertools.count()

@@ -68,7 +68,7 @@ class StateSaver:
         self.accelerator = accelerator
         self.config = config
         self.keeps_options = True
-        """Whether the next :func:`~fastensor_accelerate.enable` leaves the options as they are."""
+        """True if the next :func:`~fastensor_accelerate.enable` leaves the options as they are."""
         self._writer = StateWriter(accelerator)
         self._processes = SavingProcesses()
         self._sharing: Sharing | None = None

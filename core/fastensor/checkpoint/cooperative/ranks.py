@@ -79,7 +79,7 @@ class Ranks:
         self._gathered = itertools.count()
         self._replies = itertools.count()
         self._doubt = ""
-        """What messages add when rank 0 may publish the file without this rank."""
+        """Words that messages add when rank 0 may publish the file without this rank."""
         own, numbers = _groups.setdefault(group, (uuid4().hex, itertools.count()))
         name = name or str(next(numbers))  # also if the store cannot be reached: others count on
         self._store = JobStore(partial(_connect, group, own, self.rank, name), timeout, self._unreachable)
