@@ -259,7 +259,11 @@ def modelled(order: Order = "late", seed: int = 0) -> Iterator[DeviceModel]:
         model.check_idle(buffer)
         give(pool, buffer)
 
-    with streams.replaced_by(model), mock.patch.object(BufferPool, "give", checked):
+    with (
+        mock.patch.object(streams, "_streams", model),
+        mock.patch.dict(streams._side_streams, clear=True),
+        mock.patch.object(BufferPool, "give", checked),
+    ):
         yield model
         model.run(list(model.queued))
     assert not model.wrong

@@ -14,7 +14,7 @@ from devices import filled_at_once
 
 import fastensor
 from fastensor.backends.fallback import available_names
-from fastensor.backends.streams import CudaStreams, wait_uninterrupted, wait_until_over
+from fastensor.backends.streams import CudaStreams, wait_for
 from fastensor.provision.transfer import DeviceCopies
 
 SIZES = (5 << 20, 3, 0, 1 << 20)
@@ -83,9 +83,9 @@ def test_batches_are_copied_while_another_device_is_the_default(monkeypatch: pyt
 
 def test_what_cannot_be_waited_for_is_an_error_and_no_loop() -> None:
     event = mock.Mock(**{"synchronize.side_effect": RuntimeError("Cannot re-initialize CUDA in forked subprocess")})
-    wait_until_over([event])
+    wait_for([event], even_if_failed=True)
     with pytest.raises(RuntimeError, match="re-initialize"):
-        wait_uninterrupted([event])
+        wait_for([event])
     assert event.synchronize.call_count == 2
 
 

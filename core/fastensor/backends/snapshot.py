@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, BufferPool, Run, runs_of
 from fastensor.backends.copier import Copier, Window, copy_header
-from fastensor.backends.streams import Event, wait_until_over
+from fastensor.backends.streams import Event, wait_for
 from fastensor.backends.threads import run_together, usable_cores
 from fastensor.errors import BackendUnavailableError
 from fastensor.stitch.image import Header
@@ -118,7 +118,7 @@ class Snapshot:
                 copier.let_go()
             finally:
                 if self._filling:  # no event says when what was cut off is done
-                    wait_until_over(copier.events())
+                    wait_for(copier.events(), even_if_failed=True)
         except BaseException as error:
             self.fail(error)
             raise
@@ -146,7 +146,7 @@ class Snapshot:
         with self._changed:
             self._changed.wait_for(lambda: not self._staging)
             for copied in self._copied.values():
-                wait_until_over(copied)  # a device would go on copying to what others have got
+                wait_for(copied, even_if_failed=True)  # a device would go on copying to what others have got
             for buffer in dict.fromkeys((*self._staged.values(), *self._filling)):  # an interrupt may leave one in both
                 self._pool.give(buffer)
             self._staged.clear()

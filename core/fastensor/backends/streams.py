@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, Self
@@ -125,19 +125,6 @@ _side_streams: dict[tuple[torch.device, str], Any] = {}
 it. Threads share it: what they queue for one purpose runs in the order in which it was queued."""
 
 
-@contextmanager
-def replaced_by(streams: Streams) -> Iterator[None]:
-    """Use other streams in the block, in all threads; for tests."""
-    global _streams
-    before, _streams = _streams, streams
-    _side_streams.clear()
-    try:
-        yield
-    finally:
-        _streams = before
-        _side_streams.clear()
-
-
 def are_on(device: torch.device) -> bool:
     """True if a device has streams."""
     return _streams.are_on(device)
@@ -171,14 +158,12 @@ def are_reached(events: Iterable[Event]) -> bool:
     return all(event.query() for event in events)
 
 
-def wait_for(events: Iterable[Event]) -> None:
-    """Wait on the host until events are reached."""
-    for event in events:
-        event.synchronize()
+def wait_for(events: Iterable[Event], *, even_if_failed: bool = False) -> None:
+    """Wait on the host until events are reached, before memory is used again. An interrupt is raised afterwards.
 
-
-def wait_uninterrupted(events: Iterable[Event]) -> None:
-    """:func:`wait_for`, before memory is used again that is copied from, or to: an interrupt is raised afterwards.
+    Args:
+        events: what to wait for.
+        even_if_failed: whether a device that has failed raises nothing, because nobody wants the bytes any more.
 
     Raises:
         RuntimeError: a device has failed, or cannot be asked. It copies nothing any more.
@@ -186,15 +171,8 @@ def wait_uninterrupted(events: Iterable[Event]) -> None:
     failures: list[RuntimeError] = []
     for event in events:
         uninterrupted(partial(_wait_for_one, event, failures))
-    if failures:
+    if failures and not even_if_failed:
         raise failures[0]
-
-
-def wait_until_over(events: Iterable[Event]) -> None:
-    """:func:`wait_uninterrupted`, before memory is given back whose contents nobody wants: also if a device has
-    failed."""
-    with suppress(RuntimeError):
-        wait_uninterrupted(events)
 
 
 def _wait_for_one(event: Event, failures: list[RuntimeError]) -> None:

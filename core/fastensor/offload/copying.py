@@ -11,7 +11,7 @@ import torch
 from fastensor.backends import streams
 from fastensor.backends.buffers import Buffer, runs_of
 from fastensor.backends.memory import copy_memory
-from fastensor.backends.streams import Copies, Event, wait_uninterrupted, wait_until_over
+from fastensor.backends.streams import Copies, Event, wait_for
 from fastensor.backends.to_device import DeviceTarget
 from fastensor.errors import OffloadError
 from fastensor.offload.geometry import ALIGNMENT
@@ -129,7 +129,7 @@ def keep_until_filled(storage: torch.UntypedStorage) -> None:
 
 def wait_until_left(device: torch.device) -> None:
     """Wait until nothing is under way that :func:`queue_out` has queued."""
-    wait_until_over(Copies([device], "offload out").events())
+    wait_for(Copies([device], "offload out").events(), even_if_failed=True)
 
 
 def _side_by_side(blocks: Sequence[Buffer], values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -148,7 +148,7 @@ def copy_out(source: torch.UntypedStorage, begin: int, nbytes: int, block: Buffe
         check_bounds(source, begin + nbytes)
         copy_memory(block.address, _address_of(source) + begin, nbytes)
     else:
-        wait_uninterrupted(queue_out(source, begin, nbytes, [block], after))
+        wait_for(queue_out(source, begin, nbytes, [block], after))
 
 
 def copy_in(target: torch.UntypedStorage, begin: int, nbytes: int, block: Buffer, after: Event | None) -> None:
@@ -156,7 +156,7 @@ def copy_in(target: torch.UntypedStorage, begin: int, nbytes: int, block: Buffer
     if is_host(target.device):
         copy_memory(target.data_ptr() + begin, block.address, nbytes)
     else:
-        wait_uninterrupted(queue_in(target, begin, nbytes, [block], after))
+        wait_for(queue_in(target, begin, nbytes, [block], after))
 
 
 def is_host(device: torch.device) -> bool:
@@ -201,4 +201,4 @@ def queued(device: torch.device, after: Event | None) -> Iterator[None]:
         with copies.entered():
             yield
     finally:  # an interrupt must not give memory back that is used
-        wait_until_over(copies.events())
+        wait_for(copies.events(), even_if_failed=True)

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from fastensor.backends.buffers import Buffer
-from fastensor.backends.streams import wait_uninterrupted, wait_until_over
+from fastensor.backends.streams import wait_for
 from fastensor.backends.threads import NoThreadsError, Pool, finish, open_pool, shut_down, submit
 from fastensor.errors import OffloadError
 from fastensor.offload import copying, encoded, moving
@@ -177,8 +177,8 @@ class Jobs:
                 if not (busy := self._tiers.busy_blocks(saved.nbytes)):
                     saved.blocks = self._tiers.take_blocks(saved.nbytes)
                     break
-            wait_until_over(busy)
-        wait_uninterrupted(moving.stage(saved))
+            wait_for(busy, even_if_failed=True)
+        wait_for(moving.stage(saved))
         with self._lock:
             saved.source = None
 

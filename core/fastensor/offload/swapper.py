@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fastensor.backends.streams import are_reached, hold_back_current, wait_uninterrupted, wait_until_over
+from fastensor.backends.streams import are_reached, hold_back_current, wait_for
 from fastensor.backends.threads import NoThreadsError
 from fastensor.errors import OffloadError
 from fastensor.offload import copying, moving
@@ -331,7 +331,7 @@ class Swapper:
                 copied = [event for saved in self._copying for event in saved.copied]
                 arrived = [event for saved in self._loaded.oldest_first() for event in saved.arrived]
                 leaving = self._tiers.leaving()
-            wait_uninterrupted((*copied, *arrived, *leaving))
+            wait_for((*copied, *arrived, *leaving))
             running = [job for job in jobs if job is not None and not job.cancelled()]
             if not running and not copied:
                 return
@@ -351,7 +351,7 @@ class Swapper:
             self._let_go_released()
             arriving = [event for saved in self._loaded.oldest_first() for event in saved.arrived]
             leaving = self._tiers.leaving()
-        wait_until_over((*arriving, *leaving))
+        wait_for((*arriving, *leaving), even_if_failed=True)
         with self._lock:
             self._host.clear()
             self._tiers.close()
@@ -403,7 +403,7 @@ class Swapper:
             return self._oldest_pending()
         if in_dram and is_copied:
             if busy := self._tiers.busy_blocks(saved.nbytes):
-                return partial(wait_until_over, busy)
+                return partial(wait_for, busy, even_if_failed=True)
             if not self._begin_copy(saved):
                 return None
         elif in_dram:
@@ -430,7 +430,7 @@ class Swapper:
         """Function that waits for the copy or the write that was begun longest ago."""
         oldest = self._pending.oldest_first()[0]
         if oldest.copied:
-            return partial(wait_uninterrupted, oldest.copied)
+            return partial(wait_for, oldest.copied)
         assert oldest.write is not None
         return partial(_wait_until_done, [oldest.write])
 
