@@ -333,6 +333,7 @@ class PreparedOffloads:
         model has offloaded nothing. Calling it again does nothing."""
         while self._models:
             known = self._models.pop(0)
+            known.offload.settle()  # what is still being written counts
             found, kind = known.offload.statistics(), type(known.model).__name__
             detach(known.model)
             words = found.in_words(known.offload.config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import io
 import json
@@ -24,7 +25,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastensor_accelerate
+from fastensor.backends import direct
 from fastensor.errors import OffloadError
+from fastensor.files.words import human_size
 from fastensor.offload import ActivationOffload, OffloadConfig
 from fastensor_accelerate import ActivationOffloadHook, FastensorAccelerator, FastensorConfig, attach, detach
 
@@ -688,6 +691,30 @@ def test_models_for_evaluation_are_left_alone() -> None:
     fastensor_accelerate.enable(OFFLOADING)
     model = Accelerator(cpu=True).prepare_model(Model(), evaluation_mode=True)
     assert not model._forward_pre_hooks
+
+
+def test_what_is_still_being_written_in_the_end_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write, go = direct.DirectSlots.write, threading.Event()
+
+    def when_let_go(self: direct.DirectSlots, data: memoryview, offset: int) -> None:
+        assert go.wait(60)
+        write(self, data, offset)
+
+    def let_go(end: Callable[[ActivationOffload], None]) -> Callable[[ActivationOffload], None]:
+        return lambda offload: go.set() or end(offload)
+
+    monkeypatch.setattr(direct.DirectSlots, "write", when_let_go)
+    for end in ("settle", "close"):
+        monkeypatch.setattr(ActivationOffload, end, let_go(getattr(ActivationOffload, end)))
+    fastensor_accelerate.enable(OFFLOADING)
+    accelerator, model = Accelerator(cpu=True), Model()
+    offload = attach(model, dataclasses.replace(SMALL, backend="direct"))
+    loss = accelerator.prepare(model)(batch()).sum()
+    accelerator.end_training()
+    assert loss.requires_grad, "the graph needs what was saved"
+    assert f"{human_size(offload.statistics().offloaded_bytes)} written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["disable", "free_memory", "end_training"])
