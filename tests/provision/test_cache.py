@@ -9,18 +9,10 @@ from hypothesis import strategies as st
 
 from fastensor.data import EpochPlan
 from fastensor.provision.cache import Cache
-from fastensor.provision.gaps import SlabSpace, class_of, rounded
+from fastensor.provision.gaps import SlabSpace
 from fastensor.provision.next_uses import NextUses, PositionSet, Schedule
 
 SLAB = 1024
-
-
-@given(st.integers(1, 1 << 40), st.integers(1, 1 << 40))
-def test_a_gap_of_the_class_of_a_rounded_size_is_large_enough(size: int, gap: int) -> None:
-    needed = rounded(size)
-    assert size <= needed <= size * 33 / 32 + 1
-    assert rounded(needed) == needed
-    assert (class_of(gap) >= class_of(needed)) == (gap >= needed)
 
 
 @settings(max_examples=200)

@@ -30,7 +30,6 @@ from fastensor.offload.statistics import (
     Counters,
     EncodedBytes,
     OffloadStatistics,
-    TransferTotals,
     drive_days,
 )
 from fastensor.offload.swapper import Swapper
@@ -74,10 +73,7 @@ class OffloadEngine:
         self._schedules = PrefetchSchedules()
         self.planner = Planner(self.config, self._rates, self._unallocated_gradients)
         self._forward_passes = 0
-        self._counts: Counter[str] = Counter()
-        self._kept: Counter[str] = Counter()
-        self._hook_seconds = 0.0
-        self._window_start = self._counters.totals(0.0)
+        self._window_start = self._counters.transfers()
         """What transfers had taken when their rates were last found out."""
         self._latest_rates: TransferRates | None = None
         self._begun = time.monotonic()
@@ -124,7 +120,7 @@ class OffloadEngine:
         if (swapper := self._swapper) is not None:
             swapper.raise_failure()
         with self._lock:
-            self._counts["steps"] += 1
+            self._counters.counts["steps"] += 1
 
     def end_step(self) -> None:
         """Write a trace that is full. Warn, once, if the drives wear out too soon at the present pace.
@@ -158,12 +154,12 @@ class OffloadEngine:
         """Rates of transfers since they were last found out, or since the one time before, if little has moved
         since; None before the first one."""
         with self._lock:
-            totals = self._counters.totals(self._hook_seconds)
-            latest = totals.since(self._window_start)
-            if latest.written_bytes > _LEAST_SHARE * totals.written_bytes and latest.write_seconds:
+            now = self._counters.transfers()
+            latest = {name: count - self._window_start[name] for name, count in now.items()}
+            if latest["written_bytes"] > _LEAST_SHARE * now["written_bytes"] and latest["write_seconds"]:
                 config = self.config if self._swapper is None else self._swapper.config
                 self._latest_rates = rates_of(latest, config, self._latest_rates)
-                self._window_start = totals
+                self._window_start = now
             return self._latest_rates
 
     def estimate(self, config: OffloadConfig) -> OffloadEstimate:
@@ -214,11 +210,11 @@ class OffloadEngine:
             kept: bytes that stay in memory, by the reason.
         """
         with self._lock:
-            self._hook_seconds += seconds
+            self._counters.seconds["hook"] += seconds
             for name, count in counts.items():
-                self._counts[name] += count
+                self._counters.counts[name] += count
             for reason, nbytes in kept.items():
-                self._kept[reason] += nbytes
+                self._counters.kept[reason] += nbytes
 
     def begin_unexamined(self) -> UnexaminedPass | None:
         """See :meth:`fastensor.offload.planner.Planner.begin_unexamined`."""
@@ -234,9 +230,9 @@ class OffloadEngine:
         resident = self.planner.resident_bytes()
         saved, in_memory = (0, 0) if swapper is None else swapper.saved_bytes()
         for name, nbytes in (("peak_saved_bytes", resident + saved), ("peak_memory_bytes", resident + in_memory)):
-            if nbytes > self._counts[name]:
+            if nbytes > self._counters.counts[name]:
                 with self._lock:
-                    self._counts[name] = max(self._counts[name], nbytes)
+                    self._counters.note_peak(name, nbytes)
 
     def note_use(self, nbytes: int, device: torch.device) -> None:
         """Note that a tensor is saved, whether it stays or leaves, or is needed. Now and then, look how much memory is
@@ -260,29 +256,24 @@ class OffloadEngine:
     def statistics(self) -> OffloadStatistics:
         """Counts of what the offload has done so far."""
         usage = self.memory_usage()
-        with self._lock:
-            moved, seconds = Counter(self._counters.counts), dict(self._counters.seconds)
-            kept = self._kept + Counter({"not moved": moved["kept_bytes"]})
-        stored_by = _by_name(moved, STORED_BY)
-        encoded_by = _by_name(moved, ENCODED_BY)
+        counters = self._counters
+        counts, seconds = Counter(counters.counts), dict(counters.seconds)  # copied at once
+        stored_by = _by_name(counts, STORED_BY)
+        encoded_by = _by_name(counts, ENCODED_BY)
         return OffloadStatistics(
-            steps=self._counts["steps"],
-            packed=self._counts["packed"],
-            shared_bytes=self._counts["shared_bytes"],
-            peak_saved_bytes=self._counts["peak_saved_bytes"],
-            peak_memory_bytes=self._counts["peak_memory_bytes"],
-            kept={why: nbytes for why, nbytes in kept.items() if nbytes},
+            kept={why: nbytes for why, nbytes in Counter(counters.kept).items() if nbytes},
             wait_to_write_seconds=seconds.get("wait_to_write", 0.0),
             wait_to_read_seconds=seconds.get("wait_to_read", 0.0),
-            hook_seconds=self._hook_seconds,
+            hook_seconds=seconds.get("hook", 0.0),
             reserved_ssd_bytes=usage.get("reserved_on_ssd", 0),
-            written_by=_by_name(moved, WRITTEN_BY),
+            written_by=_by_name(counts, WRITTEN_BY),
             encoded={name: EncodedBytes(nbytes, stored_by[name]) for name, nbytes in encoded_by.items()},
             drive_days=drive_days(
-                moved["written_bytes"], time.monotonic() - self._begun, self.config.drive_tbw
+                counts["written_bytes"], time.monotonic() - self._begun, self.config.drive_tbw
             ),
-            **{name: moved[name] for name in (
-                "offloaded", "offloaded_bytes", "written_bytes", "read_bytes", "taken_back_bytes", "displaced_bytes",
+            **{name: counts[name] for name in (
+                "steps", "packed", "shared_bytes", "peak_saved_bytes", "peak_memory_bytes", "offloaded",
+                "offloaded_bytes", "written_bytes", "read_bytes", "taken_back_bytes", "displaced_bytes",
                 "failed_writes", "prefetch_hits", "prefetch_late", "misses", "peak_pending_bytes",
                 "peak_loaded_bytes", "peak_dram_bytes", "peak_ssd_bytes",
             )},
@@ -311,30 +302,32 @@ class OffloadEngine:
         self.begin()
 
 
-def rates_of(latest: TransferTotals, config: OffloadConfig, before: TransferRates | None) -> TransferRates:
+def rates_of(latest: Mapping[str, float], config: OffloadConfig, before: TransferRates | None) -> TransferRates:
     """How fast transfers were.
 
     Args:
-        latest: what some transfers have taken. Some bytes were written.
+        latest: what some transfers have taken (:meth:`Counters.transfers`). Some bytes were written.
         config: how many bytes may be on the way.
         before: the rates of earlier transfers.
     """
-    write_bandwidth = latest.written_bytes / latest.write_seconds
+    write_bandwidth = latest["written_bytes"] / latest["write_seconds"]
     read_bandwidth = write_bandwidth if before is None else before.read_bandwidth
-    if latest.read_bytes and latest.read_seconds:
-        read_bandwidth = latest.read_bytes / latest.read_seconds
-    slowdown = latest.cpu_seconds * _share_of_processors()
+    if latest["read_bytes"] and latest["read_seconds"]:
+        read_bandwidth = latest["read_bytes"] / latest["read_seconds"]
+    slowdown = latest["cpu_seconds"] * _share_of_processors()
+    # Some of what has left stays in host memory.
+    slowed_nbytes = max(latest["written_bytes"] + latest["read_bytes"], latest["offloaded_bytes"])
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # no types
         # What has left memory is touched first again, by all threads that compute. Other pages are not the offload's.
-        faults = min(latest.page_faults, latest.offloaded_bytes // PAGE_NBYTES)
+        faults = min(latest["page_faults"], latest["offloaded_bytes"] // PAGE_NBYTES)
         slowdown += faults * page_fault_seconds() / torch.get_num_threads()
     return TransferRates(
         write_bandwidth,
         read_bandwidth,
         config.staging_nbytes,
         config.prefetch_nbytes,
-        max(latest.hook_seconds, 0.0) / max(latest.offloaded, 1),
-        slowdown / max(latest.written_bytes + latest.read_bytes, latest.offloaded_bytes),  # some stay in host memory
+        max(latest["hook_seconds"], 0.0) / max(latest["offloaded"], 1),
+        slowdown / slowed_nbytes,
     )
 
 

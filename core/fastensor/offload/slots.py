@@ -22,8 +22,8 @@ from fastensor.backends.fallback import announce, why_unavailable
 from fastensor.errors import BackendUnavailableError, OffloadError
 from fastensor.files import posix
 from fastensor.files.launchers import local_processes
+from fastensor.files.ranges import FreeRanges
 from fastensor.offload.config import OffloadConfig, folders_to_try
-from fastensor.offload.extents import Extents
 from fastensor.select.machine import StorageKind, identity, storage_kind
 from fastensor.select.transfer import is_to_blame
 
@@ -40,11 +40,14 @@ _of_parents: list[ExitStack] = []
 
 @dataclass(slots=True)
 class SlotFile:
-    """One nameless file, and which of its parts are in use."""
+    """One nameless file, and which of its parts are free."""
 
     folder: str
     fd: int
-    extents: Extents
+    limit: int
+    """The most units of ``ALIGNMENT`` that the file may have."""
+    free: FreeRanges
+    """The free ones."""
     opened: dict[str, Slots] = field(default_factory=dict)
     """The file opened by each backend that can."""
     reserved_nbytes: int = 0
@@ -84,7 +87,7 @@ class SlotFiles:
 
     @property
     def used_nbytes(self) -> int:
-        return sum(file.extents.used_nbytes for file in self.files)
+        return sum(file.limit - file.free.free for file in self.files) * ALIGNMENT
 
     @property
     def reserved_nbytes(self) -> int:
@@ -99,25 +102,25 @@ class SlotFiles:
         """
         self._turn += 1
         first = self._turn % len(self.files)
-        failure: OSError | None = None
+        units, failure = -(-nbytes // ALIGNMENT), None
         for file in (*self.files[first:], *self.files[:first]):
-            extent = file.extents.allocate(nbytes)
-            if extent is None:
+            begin = file.free.take(units)
+            if begin is None:
                 continue
             try:
-                _reserve(file)
+                _reserve(file, (begin + units) * ALIGNMENT)
             except OSError as error:
-                file.extents.free(extent)
+                file.free.add(begin, units)
                 failure = error.with_traceback(None)
                 continue
-            return Slot(file, extent)
+            return Slot(file, Extent(begin * ALIGNMENT, (begin + units) * ALIGNMENT))
         if failure is not None:
             raise failure
         return None
 
     def free(self, slot: Slot) -> None:
         """Give a place back. Nothing reads or writes it any more."""
-        slot.file.extents.free(slot.extent)
+        slot.file.free.add(slot.extent.begin // ALIGNMENT, (slot.extent.end - slot.extent.begin) // ALIGNMENT)
 
     def direct_backends(self, device: torch.device) -> tuple[str, ...]:
         """The names of the backends that move bytes between the device and every file by themselves."""
@@ -143,7 +146,8 @@ class SlotFiles:
     def _open(self, folder: str, limit: int) -> SlotFile:
         fd = _open_nameless(folder)
         self._resources.callback(posix.close_read_only, fd)
-        return SlotFile(folder, fd, Extents(ALIGNMENT, limit))
+        units = limit // ALIGNMENT
+        return SlotFile(folder, fd, units, FreeRanges(units))
 
     def _usable_backends(self, config: OffloadConfig) -> tuple[str, ...]:
         usable = []
@@ -252,16 +256,16 @@ def _limits(folders: Sequence[str], config: OffloadConfig) -> Sequence[int]:
     ]
 
 
-def _reserve(file: SlotFile) -> None:
-    """Reserve space on the disk for all parts that are in use, and for more if there is room."""
-    if file.extents.end <= file.reserved_nbytes:
+def _reserve(file: SlotFile, end: int) -> None:
+    """Reserve space on the disk for what is in front of ``end``, and for more if there is room."""
+    if end <= file.reserved_nbytes:
         return
-    for end in (-(-file.extents.end // _GROWTH_NBYTES) * _GROWTH_NBYTES, file.extents.end):
+    for more in (-(-end // _GROWTH_NBYTES) * _GROWTH_NBYTES, end):
         try:
-            posix.preallocate(file.fd, end)
+            posix.preallocate(file.fd, more)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or end == file.extents.end:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or more == end:
                 raise
             continue
-        file.reserved_nbytes = end
+        file.reserved_nbytes = more
         return

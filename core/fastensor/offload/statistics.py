@@ -9,7 +9,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fastensor.files.arguments import checks_keywords
@@ -77,43 +77,17 @@ class BusyClock:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferTotals:
-    """What transfers have taken, up to a moment or between two."""
-
-    written_bytes: int = 0
-    read_bytes: int = 0
-    write_seconds: float = 0.0
-    """Time while any were being written."""
-    read_seconds: float = 0.0
-    """Time while any were being read."""
-    cpu_seconds: float = 0.0
-    """What the threads that move bytes have taken of the processors."""
-    hook_seconds: float = 0.0
-    """Time of training threads in hooks, without waiting for transfers."""
-    offloaded: int = 0
-    """Ranges that were taken over."""
-    offloaded_bytes: int = 0
-    """Bytes of these ranges."""
-    page_faults: int = 0
-    """Pages that the process has touched first, whatever for."""
-
-    def since(self, earlier: TransferTotals) -> TransferTotals:
-        """What came after an earlier moment.
-
-        >>> TransferTotals(5, 3, page_faults=7).since(TransferTotals(2, 3, page_faults=1)).page_faults
-        6
-        """
-        return TransferTotals(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
 class Counters:
-    """Running totals. Change them with the lock of :class:`fastensor.offload.swapper.Swapper` held, but for the clocks,
-    which have locks of their own."""
+    """All that an offload counts. Each name is counted with one lock held: that of the hooks, or of the swapper. The
+    clocks have locks of their own."""
 
     counts: Counter[str] = field(default_factory=Counter)
+    """Events and bytes, with the names of :class:`OffloadStatistics`."""
+    kept: Counter[str] = field(default_factory=Counter)
+    """Bytes that stay in memory, by the reason."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Time that training threads have waited, and ``cpu``: what transfers have taken of the processors."""
+    """Time of training threads in hooks (``hook``), of which they have waited; and ``cpu``: what transfers have taken
+    of the processors."""
     writes: BusyClock = field(default_factory=BusyClock)
     """Threads that write to SSDs."""
     reads: BusyClock = field(default_factory=BusyClock)
@@ -123,23 +97,19 @@ class Counters:
         if nbytes > self.counts[name]:
             self.counts[name] = nbytes
 
-    def totals(self, hook_seconds: float) -> TransferTotals:
-        """What transfers have taken so far.
-
-        Args:
-            hook_seconds: the time of training threads in hooks, waiting included.
-        """
-        return TransferTotals(
-            self.counts["written_bytes"],
-            self.counts["read_bytes"],
-            self.writes.seconds,
-            self.reads.seconds,
-            self.seconds["cpu"],
-            hook_seconds - self.seconds["wait_to_write"] - self.seconds["wait_to_read"],
-            self.counts["offloaded"],
-            self.counts["offloaded_bytes"],
-            resource.getrusage(resource.RUSAGE_SELF).ru_minflt,
-        )
+    def transfers(self) -> Mapping[str, float]:
+        """What transfers have taken so far: ``written_bytes`` and ``read_bytes``; ``write_seconds`` and
+        ``read_seconds``, in which at least one was under way; ``cpu_seconds`` of the threads that move bytes;
+        ``hook_seconds`` of training threads, without waiting; ``offloaded`` ranges and ``offloaded_bytes``; and
+        ``page_faults``, the pages that the process has touched first, whatever for."""
+        moved = ("written_bytes", "read_bytes", "offloaded", "offloaded_bytes")
+        return {name: self.counts[name] for name in moved} | {
+            "write_seconds": self.writes.seconds,
+            "read_seconds": self.reads.seconds,
+            "cpu_seconds": self.seconds["cpu"],
+            "hook_seconds": self.seconds["hook"] - self.seconds["wait_to_write"] - self.seconds["wait_to_read"],
+            "page_faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt,
+        }
 
 
 @dataclass(frozen=True, slots=True)

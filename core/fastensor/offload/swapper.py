@@ -394,7 +394,7 @@ class Swapper:
         in_dram = nbytes <= self._in_dram.limit
         no_room = self.config.target == "dram" and not (staged and in_dram and self._in_dram.fits(nbytes))
         if self._jobs.closed or self._tiers.broken or no_room:
-            self._counters.counts["kept_bytes"] += saved.nbytes
+            self._counters.kept["not moved"] += saved.nbytes
             return None
         if in_dram and (blocking := self._make_room_in_dram(nbytes)) is not None:
             return blocking
@@ -563,7 +563,7 @@ class Swapper:
         self._in_dram.remove(saved)
         counts = self._counters.counts
         if saved.resident is None:  # or else they were counted when they were saved
-            counts["kept_bytes"] += saved.nbytes
+            self._counters.kept["not moved"] += saved.nbytes
         counts["failed_writes"] += 1
         if counts["failed_writes"] == 1:
             _logger.warning("an activation stays in memory, because it could not be written: %s", failure)

@@ -1,0 +1,138 @@
+"""Free ranges of numbers: the allocator of memory, slots and cache. Pure: touches nothing that the ranges stand for.
+
+Lent are bytes of rings in shared memory, slots in files of activations, and the slabs of the data service's cache, each
+in units of the lender's alignment.
+"""
+
+from __future__ import annotations
+
+_SUBCLASS_BITS = 5
+
+
+def class_of(size: int) -> int:
+    """The class of a range: 32 of them from one power of two to the next. Larger classes have larger ranges.
+
+    >>> [class_of(size) for size in (1, 63, 64, 65, 66, 127, 128)]
+    [1, 63, 64, 64, 65, 95, 96]
+    """
+    power = _power(size)
+    return (power << _SUBCLASS_BITS) + (size >> power)
+
+
+def rounded(size: int) -> int:
+    """The least size of the class from which on every range is large enough. At most 1/32 more.
+
+    >>> [rounded(size) for size in (1, 63, 64, 65, 66, 127, 128)]
+    [1, 63, 64, 66, 66, 128, 128]
+    """
+    power = _power(size)
+    return -(-size >> power) << power
+
+
+def rounded_down(size: int) -> int:
+    """The largest size that :func:`rounded` leaves alone and that is no larger.
+
+    >>> [rounded_down(size) for size in (1, 63, 64, 65, 66, 127, 128)]
+    [1, 63, 64, 64, 66, 126, 128]
+    """
+    power = _power(size)
+    return size >> power << power
+
+
+def _power(size: int) -> int:
+    return max(size.bit_length() - 1 - _SUBCLASS_BITS, 0)
+
+
+class FreeRanges:
+    """Lends ranges of numbers, the smallest free one that fits, and merges those that are given back with their
+    neighbours. What is lent in a row lies in a row, and once all is free the same ranges are lent again.
+
+    Lending a size that :func:`rounded` gives takes the same time however many ranges are free. For other sizes, ranges
+    of one class are looked through: nothing is rounded up.
+
+    Args:
+        count: the numbers from 0 to this one are free.
+        border: ranges on the two sides of a multiple of it are not merged; 0 if all neighbours are.
+
+    >>> free = FreeRanges(50, border=25)
+    >>> free.add(50, 10), free.take(45), free.take(10), free.take(8), free.free
+    ((50, 10), 0, 50, None, 5)
+    >>> free.add(0, 20), free.add(20, 5), free.add(25, 20), free.free
+    ((0, 20), (0, 25), (25, 25), 50)
+    """
+
+    def __init__(self, count: int = 0, *, border: int = 0) -> None:
+        self._border = border
+        self._sizes: dict[int, int] = {}
+        """Of each range, by where it begins."""
+        self._begins: dict[int, int] = {}
+        """Of each range, by where it ends."""
+        self._classes: dict[int, dict[int, None]] = {}
+        """Where the ranges of each class begin."""
+        self._present = 0
+        """A bit for each class that has ranges."""
+        self.free = 0
+        """How many numbers are free."""
+        if count:
+            self._insert(0, count)
+
+    def take(self, size: int) -> int | None:
+        """Where a range begins that was free until now; None if no free range is large enough.
+
+        Args:
+            size: of the range, at least 1.
+        """
+        assert size > 0, f"{size} numbers are no range"
+        least = class_of(size)
+        alike = self._classes.get(least, {})
+        # The range that was given back last, so the processor's caches may have it.
+        begin = next((one for one in reversed(alike) if self._sizes[one] >= size), None)
+        if begin is None:
+            larger = self._present >> least + 1
+            if not larger:
+                return None
+            begin = next(reversed(self._classes[least + (larger & -larger).bit_length()]))
+        left = self.remove(begin) - size
+        if left:
+            self._insert(begin + size, left)
+        return begin
+
+    def add(self, begin: int, size: int) -> tuple[int, int]:
+        """Free a range.
+
+        Returns:
+            where the free range begins that it is in now, and the size of that.
+        """
+        was_free = begin in self._sizes or begin + size in self._begins
+        assert not was_free, f"{begin} was free already"
+        if self._may_merge(begin) and (before := self._begins.get(begin)) is not None:
+            size += self.remove(before)
+            begin = before
+        if self._may_merge(begin + size) and begin + size in self._sizes:
+            size += self.remove(begin + size)
+        self._insert(begin, size)
+        return begin, size
+
+    def remove(self, begin: int) -> int:
+        """Take the whole free range that begins here. Returns its size."""
+        size = self._sizes.pop(begin)
+        self.free -= size
+        del self._begins[begin + size]
+        number = class_of(size)
+        ranges = self._classes[number]
+        del ranges[begin]
+        if not ranges:
+            del self._classes[number]
+            self._present &= ~(1 << number)
+        return size
+
+    def _may_merge(self, at: int) -> bool:
+        return not self._border or at % self._border != 0
+
+    def _insert(self, begin: int, size: int) -> None:
+        self._sizes[begin] = size
+        self.free += size
+        self._begins[begin + size] = begin
+        number = class_of(size)
+        self._classes.setdefault(number, {})[begin] = None
+        self._present |= 1 << number
