@@ -22,8 +22,7 @@ from fastensor.offload import ActivationOffload, CorruptActivationError, Offload
 
 @pytest.fixture
 def as_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "STAGED_FIRST", {"cpu"})
-    monkeypatch.setattr(copying, "READ_IN_PLACE", set())
+    monkeypatch.setattr(copying, "STAGED", {"cpu"})
     monkeypatch.setattr(GdsSlots, "device_types", frozenset({"cpu"}))
 
 

@@ -34,8 +34,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 @pytest.fixture
 def staged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host memory in the place of a device's: it is copied to other host memory first."""
-    monkeypatch.setattr(copying, "STAGED_FIRST", {"cpu"})
-    monkeypatch.setattr(copying, "READ_IN_PLACE", set())
+    monkeypatch.setattr(copying, "STAGED", {"cpu"})
 
 
 @dataclass

@@ -414,8 +414,7 @@ def test_after_an_interrupt_the_next_step_begins_anew(make: Any, kind: type[Base
 def test_blocks_of_what_cannot_be_written_are_not_waited_for(
     make: Any, expected: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(copying, "STAGED_FIRST", {"cpu"})
-    monkeypatch.setattr(copying, "READ_IN_PLACE", set())
+    monkeypatch.setattr(copying, "STAGED", {"cpu"})
     offload = make(staging_bytes=8 << 20, **options)
     for _ in range(2):
         assert equal(gradients(TRANSFORMER, offload), expected)

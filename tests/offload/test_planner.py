@@ -131,7 +131,7 @@ def test_the_peaks_of_memory_are_counted_with_and_without_offloading(make: Any, 
     offload.settle()
     train(net, None)
     assert offload._engine.swapper(torch.device("cpu")).saved_bytes() == (0, 0)
-    assert offload._engine.planner.resident_bytes() == 0
+    assert offload._engine.planner.kept_bytes() == 0
 
 
 def test_without_need_both_peaks_are_the_same(make: Any) -> None:
@@ -193,7 +193,7 @@ class Memory:
         return self.nbytes - self.offload._engine.swapper(torch.device("cpu")).saved_bytes()[1] - self.resident()
 
     def resident(self) -> int:
-        return self.offload._engine.planner.resident_bytes()
+        return self.offload._engine.planner.kept_bytes()
 
 
 @pytest.fixture
@@ -299,6 +299,25 @@ def test_numbers_that_share_what_stays_are_not_rounded_late(short: Any) -> None:
     assert torch.equal(found[1], expected)
 
 
+def test_a_tensor_that_was_refused_is_not_in_the_plan(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved after it in the same pass is planned by its own times."""
+
+    def refuse(self: swapper.Swapper, saved: Any) -> None:
+        raise OffloadError("an activation could not be written")
+
+    offload = make(schedule=0, min_bytes=1)
+    step = hooks.StepHooks(offload._engine)
+    with monkeypatch.context() as patched:
+        patched.setattr(swapper.Swapper, "admit", refuse)
+        with pytest.raises(OffloadError, match="could not be written"):
+            step.pack(torch.ones(3000))
+    assert step.unpack(step.pack(torch.ones(5000))).sum() == 5000
+    offload._engine.planner.plan_ended()
+    (planned,) = offload.plan().tensors
+    assert planned.shape == (5000,)
+    assert math.isfinite(planned.idle_seconds)
+
+
 def test_what_is_noted_of_what_stays_does_not_grow(make: Any) -> None:
     """Though a graph lives on that has saved something before all others."""
     offload, net = make(schedule=1 << 40, min_bytes=1), Net()
@@ -307,7 +326,7 @@ def test_what_is_noted_of_what_stays_does_not_grow(make: Any) -> None:
     for _ in range(200):
         with offload.step():
             net(batch(8))
-    assert len(offload._engine.swapper(torch.device("cpu"))._staying) <= 600
+    assert len(offload._engine.swapper(torch.device("cpu"))._kept) <= 600
     first.backward()
 
 
@@ -414,8 +433,8 @@ def test_what_stays_never_exceeds_the_limit(make: Any) -> None:
     assert 0 < offload._engine.planner.peak_bytes <= 3 * EACH
     graphs.clear()
     del graph
-    offload._engine.planner.stay(0, 1 << 60, torch.device("cpu"))  # lets go of what was released
-    assert not +offload._engine.planner._resident
+    offload._engine.planner.keep(0, 1 << 60, torch.device("cpu"))  # lets go of what was released
+    assert not +offload._engine.planner._kept
 
 
 def test_a_share_of_what_is_saved(make: Any) -> None:
@@ -668,7 +687,7 @@ def test_a_pass_that_saves_more_than_before_is_examined_from_there_on(make: Any,
         with offload.step():
             out = net(batch(rows)) if heavy is None else heavy(net(batch(rows))[:1])
             loss = out.square().sum()
-        resident = offload._engine.planner.resident_bytes()
+        resident = offload._engine.planner.kept_bytes()
         loss.backward()
         return resident
 
@@ -701,7 +720,7 @@ def test_passes_of_several_forms_stay_within_the_limit(make: Any) -> None:
         loss.backward()
     with offload.step():
         loss = light(64).square().sum()
-    assert offload._engine.planner.resident_bytes() <= limit
+    assert offload._engine.planner.kept_bytes() <= limit
     assert offload.statistics().offloaded_bytes >= 6 * 64 * 256 * 4 - limit
     loss.backward()
 
@@ -755,10 +774,10 @@ def test_an_interrupt_while_a_pass_begins_holds_nothing(make: Any, monkeypatch: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as context:
-        context.setattr(planner, "ResidentBytes", interrupted)
+        context.setattr(planner, "KeptBytes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(net, offload)
-    assert offload._engine.planner.resident_bytes() == 0
+    assert offload._engine.planner.kept_bytes() == 0
     assert same(train(net, offload), train(net, None))
 
 
@@ -883,9 +902,9 @@ def test_bytes_that_an_interrupt_has_counted_are_forgotten(
             raise KeyboardInterrupt
         return handle(*arguments)
 
-    handle = planner.ResidentBytes
+    handle = planner.KeptBytes
     with monkeypatch.context() as patched:
-        patched.setattr(planner, "ResidentBytes", interrupted)
+        patched.setattr(planner, "KeptBytes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(net, offload)
     before = offload.statistics().kept["fits"] if number else 0

@@ -331,7 +331,7 @@ def test_only_ranges_that_were_written_until_they_are_needed_have_moved(away: bo
     saved.source = None if away else storage
     record = PassRecord()
     forward = ForwardPass(cast(Swapper, None), lambda form, positions: PrefetchSchedule([]), record)
-    forward.note_nothing(0.0)
+    forward.add(None, record.nothing(0.0))
     for clock in (1.0, 2.0):
         forward.note_needed(0, clock, saved)
     assert record.moved_nbytes == (60 if away else 0)

@@ -16,10 +16,9 @@ from fastensor.backends.to_device import DeviceTarget
 from fastensor.errors import OffloadError
 from fastensor.offload.geometry import ALIGNMENT
 
-STAGED_FIRST = {"cuda"}
-"""Device types whose tensors are copied to host memory first, so that the device memory is free early."""
-READ_IN_PLACE = {"cpu"}
-"""Device types whose memory every backend reads into. For others there are staging blocks between."""
+STAGED = {"cuda"}
+"""Device types whose tensors go through staging blocks, out and in, so that device memory is free early. Backends write
+from the memory of others, and read into it."""
 PAGE_NBYTES = 4096
 ZERO_COPY_NBYTES = 256 << 10
 """Smaller storages are copied before they are written: none by default, whose ``min_bytes`` is as large. Kernels change
@@ -27,12 +26,8 @@ some small storages after autograd has saved them, without its knowledge (runnin
 that the checksum would be that of other bytes."""
 
 
-def is_staged_first(device: torch.device) -> bool:
-    return device.type in STAGED_FIRST
-
-
-def is_read_in_place(device: torch.device) -> bool:
-    return device.type in READ_IN_PLACE
+def is_staged(device: torch.device) -> bool:
+    return device.type in STAGED
 
 
 def page_offset_of(tensor: torch.Tensor, span: range) -> int | None:
@@ -41,7 +36,7 @@ def page_offset_of(tensor: torch.Tensor, span: range) -> int | None:
     rest of the storage meanwhile, as the cells of recurrent networks do; so is a range that begins in the middle of a
     unit of alignment."""
     storage = tensor.untyped_storage()
-    if is_staged_first(storage.device) or len(span) < ZERO_COPY_NBYTES:
+    if is_staged(storage.device) or len(span) < ZERO_COPY_NBYTES:
         return None
     has_overlap = not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor)
     fills = tensor.nbytes == storage.nbytes() and not has_overlap

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -20,13 +20,10 @@ from fastensor.offload.forward import ForwardPass
 from fastensor.offload.host_memory import is_address_space_limited, page_fault_seconds, spare_address_space
 from fastensor.offload.modules import AttachedModel, PersistentStorages
 from fastensor.offload.planner import Planner, UnexaminedPass
-from fastensor.offload.prefetch_schedule import PrefetchSchedule, PrefetchSchedules
+from fastensor.offload.prefetch_schedule import PrefetchSchedules
 from fastensor.offload.report import OffloadEstimate, estimate_of, report_of
 from fastensor.offload.scheduler import TransferRates
 from fastensor.offload.statistics import (
-    ENCODED_BY,
-    STORED_BY,
-    WRITTEN_BY,
     Counters,
     EncodedBytes,
     OffloadStatistics,
@@ -148,7 +145,7 @@ class OffloadEngine:
             self._forward_passes += 1
             if self._forward_passes % _FORGET_REFERENCED_EVERY == 0:
                 swapper.externally_referenced.clear()
-        return ForwardPass(swapper, self._begin_schedule, self.planner.begin_pass(is_rest=is_rest))
+        return ForwardPass(swapper, self._schedules.begin, self.planner.begin_pass(is_rest=is_rest))
 
     def _rates(self) -> TransferRates | None:
         """Rates of transfers since they were last found out, or since the one time before, if little has moved
@@ -188,13 +185,9 @@ class OffloadEngine:
         """Bytes of gradients of the attached model that the backward pass will allocate."""
         return 0 if self.model is None else self.model.unallocated_gradients()
 
-    def _begin_schedule(self, form: int, saved: Sequence[int]) -> PrefetchSchedule:
-        with self._lock:
-            return self._schedules.begin(form, saved)
-
     def persistent_storages(self) -> PersistentStorages:
         """The storages of the model's parameters and buffers."""
-        return PersistentStorages(None) if self.model is None else self.model.storages()
+        return PersistentStorages(None if self.model is None else self.model.model)
 
     @property
     def wants_now(self) -> bool:
@@ -227,9 +220,9 @@ class OffloadEngine:
 
     def note_memory(self, swapper: Swapper | None) -> None:
         """Note how many bytes of saved tensors graphs hold, and how many of them are in memory, if more than ever."""
-        resident = self.planner.resident_bytes()
+        kept = self.planner.kept_bytes()
         saved, in_memory = (0, 0) if swapper is None else swapper.saved_bytes()
-        for name, nbytes in (("peak_saved_bytes", resident + saved), ("peak_memory_bytes", resident + in_memory)):
+        for name, nbytes in (("peak_saved_bytes", kept + saved), ("peak_memory_bytes", kept + in_memory)):
             if nbytes > self._counters.counts[name]:
                 with self._lock:
                     self._counters.note_peak(name, nbytes)
@@ -258,16 +251,15 @@ class OffloadEngine:
         usage = self.memory_usage()
         counters = self._counters
         counts, seconds = Counter(counters.counts), dict(counters.seconds)  # copied at once
-        stored_by = _by_name(counts, STORED_BY)
-        encoded_by = _by_name(counts, ENCODED_BY)
+        encoded, encoded_to = Counter(counters.encoded), Counter(counters.encoded_to)
         return OffloadStatistics(
             kept={why: nbytes for why, nbytes in Counter(counters.kept).items() if nbytes},
             wait_to_write_seconds=seconds.get("wait_to_write", 0.0),
             wait_to_read_seconds=seconds.get("wait_to_read", 0.0),
             hook_seconds=seconds.get("hook", 0.0),
             reserved_ssd_bytes=usage.get("reserved_on_ssd", 0),
-            written_by=_by_name(counts, WRITTEN_BY),
-            encoded={name: EncodedBytes(nbytes, stored_by[name]) for name, nbytes in encoded_by.items()},
+            written_by=dict(counters.written_by),
+            encoded={name: EncodedBytes(nbytes, encoded_to[name]) for name, nbytes in encoded.items()},
             drive_days=drive_days(
                 counts["written_bytes"], time.monotonic() - self._begun, self.config.drive_tbw
             ),
@@ -336,11 +328,6 @@ def _share_of_processors() -> float:
     operation wait for the slowest of them. With a GPU, one thread launches what it computes."""
     threads = 1 if torch.cuda.is_initialized() else torch.get_num_threads()  # type: ignore[no-untyped-call]  # no types
     return min(threads / len(os.sched_getaffinity(0)), 1.0)
-
-
-def _by_name(counts: Counter[str], prefix: str) -> dict[str, int]:
-    """The counts whose names begin with a prefix, by the rest of their names."""
-    return {name.removeprefix(prefix): count for name, count in counts.items() if name.startswith(prefix)}
 
 
 _engines: weakref.WeakSet[OffloadEngine] = weakref.WeakSet()

@@ -43,7 +43,7 @@ class ForwardPass:
         """By position."""
         self._saved: list[int] = []
         """Positions, in the order in which nodes have saved them."""
-        self._record = record
+        self.record = record
         self._schedule: PrefetchSchedule | None = None
         self._upcoming: list[int] = []
         """Positions that were expected next when that was looked at last."""
@@ -57,33 +57,26 @@ class ForwardPass:
     def mark(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> int:
         """A number for the tensor that is saved now: the same one in each forward pass that has saved the same so
         far."""
-        self._record.form = hash((self._record.form, nbytes, dtype, device))
-        return self._record.form
-
-    def note(self, tensor: SavedTensor) -> None:
-        """Note what planners want to know of the next tensor. Call it before :meth:`add`."""
-        self._record.tensors.append(tensor)
-
-    def note_saved(self, nbytes: int) -> None:
-        """Note the bytes of all that autograd has saved in the pass so far."""
-        self._record.saved_nbytes = nbytes
-
-    def note_nothing(self, clock: float) -> None:
-        """:meth:`note` for a tensor whose bytes are in memory anyway."""
-        self.note(self._record.nothing(clock))
+        self.record.form = hash((self.record.form, nbytes, dtype, device))
+        return self.record.form
 
     def note_needed(self, position: int, clock: float, saved: SavedBytes | None = None) -> None:
         """Note when a tensor is needed first, and whether its range was written until then."""
-        tensor = self._record.tensors[position]
+        tensor = self.record.tensors[position]
         if tensor.needed_at is None:
             tensor.needed_at = clock
             if saved is not None and saved.source is None and (stored := saved.stored) is not None:
-                self._record.moved_nbytes += stored.nbytes
+                self.record.moved_nbytes += stored.nbytes
 
-    def add(self, saved: SavedBytes | None) -> None:
-        """Note a saved tensor. None stands for a tensor that stays in memory, so that positions are the same in each
-        pass."""
+    def add(self, saved: SavedBytes | None, tensor: SavedTensor) -> None:
+        """Note a saved tensor.
+
+        Args:
+            saved: its range; None if it stays in memory, so that positions are the same in each pass.
+            tensor: what planners want to know of it.
+        """
         with self._lock:
+            self.record.tensors.append(tensor)
             self._saved.append(len(self._ranges))
             self._ranges.append(_no_range if saved is None else weakref.ref(saved))
 
@@ -105,17 +98,11 @@ class ForwardPass:
         """
         if position is None:
             position = len(self._ranges)
-            self.note_nothing(clock)
-            self.add(saved)
+            self.add(saved, self.record.nothing(clock))
         else:
             self._saved.append(position)
-        self._record.form = hash((self._record.form, position))
+        self.record.form = hash((self.record.form, position))
         return position
-
-    def position_of(self, saved: SavedBytes) -> int | None:
-        """The position of a range in this pass; None if an earlier pass has saved it."""
-        position = saved.position
-        return position if position < len(self._ranges) and self._ranges[position]() is saved else None
 
     def look_ahead(self, needed: SavedBytes, position: int) -> tuple[list[SavedBytes], list[SavedBytes]]:
         """Note that a range is needed now.
@@ -126,7 +113,7 @@ class ForwardPass:
         """
         with self._lock:
             if self._schedule is None:
-                self._schedule = self._begin_schedule(self._record.form, self._saved)
+                self._schedule = self._begin_schedule(self.record.form, self._saved)
             schedule = self._schedule
             expected = not needed.unread or schedule.take(position)  # backward passes may be repeated
             if expected and self._expected_takes and not needed.is_to_be_read:

@@ -19,7 +19,7 @@ from fastensor.offload.engine import NOTHING, OffloadEngine
 from fastensor.offload.forward import ForwardPass
 from fastensor.offload.geometry import View, bytes_to_move, empty, spanned
 from fastensor.offload.persistent import is_cast_of_parameter, nbytes_of, reason_to_keep, storage_of
-from fastensor.offload.planner import ResidentBytes, SavedTensor, UnexaminedPass
+from fastensor.offload.planner import KeptBytes, SavedTensor, UnexaminedPass
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.swapper import Swapper
 from fastensor.offload.trace import TracedPass
@@ -34,14 +34,14 @@ class KeptTensor:
 
     tensor: torch.Tensor
     version: int
-    resident: ResidentBytes | None = None
+    kept: KeptBytes | None = None
     """The graphs' handle of the bytes of a pass that was not examined."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, resident: ResidentBytes | None = None) -> KeptTensor:
+    def of(cls, tensor: torch.Tensor, kept: KeptBytes | None = None) -> KeptTensor:
         """A record with the detached tensor: a graph that held its own output would never be freed."""
-        kept = _detached(tensor)
-        return cls(kept, 0 if kept.is_inference() else kept._version, resident)
+        detached = _detached(tensor)
+        return cls(detached, 0 if detached.is_inference() else detached._version, kept)
 
     def check_version(self) -> None:
         """Raise RuntimeError if the tensor was modified in place."""
@@ -49,123 +49,109 @@ class KeptTensor:
             _check_version(self.tensor, self.version, self.tensor)
 
 
-class SavedHandle:
-    """The graphs' handle of a range of bytes. When the handle goes, the bytes are released."""
-
-    __slots__ = ("__weakref__", "saved", "swapper")
-
-    def __init__(self, saved: SavedBytes, swapper: Swapper) -> None:
-        self.saved = saved
-        self.swapper = swapper
-        # No __del__: weak references are dead when a finalizer runs, so no step shares a handle that goes.
-        weakref.finalize(self, swapper.release, saved).atexit = False
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadedTensor:
-    """The graph's record of a tensor whose bytes are offloaded."""
-
-    handle: SavedHandle
-    forward: ForwardPass
-    position: int
-    """In the forward pass."""
-    view: View
-    versioned: torch.Tensor
-    """Has no memory, but the version counter of the saved tensor."""
-    version: int
-
-    @classmethod
-    def of(
-        cls, tensor: torch.Tensor, handle: SavedHandle, forward: ForwardPass, position: int, version: int
-    ) -> OffloadedTensor:
-        return cls(handle, forward, position, View.of(tensor), _without_memory(tensor), version)
-
-    def check_version(self) -> None:
-        """Raise RuntimeError if the tensor was modified in place."""
-        _check_version(self.versioned, self.version, self.view)
-
-    def bring(self) -> torch.Tensor:
-        """The tensor, in memory again.
-
-        Raises:
-            OffloadError: see :meth:`fastensor.offload.swapper.Swapper.bring`.
-        """
-        swapper, saved = self.handle.swapper, self.handle.saved
-        upcoming, unexpected = self.forward.look_ahead(saved, self.position)
-        storage, origin = swapper.bring(saved, upcoming, unexpected)
-        tensor = _with_version_counter(self.versioned, self.view.on(storage, origin))
-        used_on_current(tensor.conj() if tensor.is_conj() else tensor)  # of the memory, not of a conjugated copy
-        if upcoming or unexpected:
-            # Reading ahead wakes reader threads, so it comes last, as writing does in pack.
-            self.forward.note_read_ahead(swapper.read_ahead(saved, upcoming, unexpected))
-        return tensor
-
-
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class ResidentHandle:
-    """The graphs' handle of bytes that stay in memory by plan, unless memory gets short. When the handle goes, others
-    have room."""
+class RangeHandle:
+    """The graphs' handle of a range of bytes that leaves memory, or stays by plan unless memory gets short. When the
+    handle goes, the bytes are released, or others have room."""
 
-    resident: ResidentBytes | None
-    """The planner's leave to stay; None if the bytes had to leave after all."""
     swapper: Swapper
     forward: ForwardPass
     position: int
     """In that forward pass."""
     mark: int
     span: range
+    """The bytes of the storage."""
     dtype: torch.dtype
     """The dtype of the tensor that was saved first. It says what codecs may do with the bytes."""
-    records: list[weakref.ref[ResidentTensor]] = field(default_factory=list)
-    """The graphs' records of tensors on these bytes, which change if the bytes leave."""
-    is_needed: bool = False
-    """Whether a backward pass has got a tensor, and may keep it alive."""
+    owner: weakref.ref[torch.Tensor]
+    """The tensor whose version counter counts for the range."""
+    kept: KeptBytes | None = None
+    """The planner's leave to stay; None if the bytes leave."""
+    saved: SavedBytes | None = None
+    """The bytes, if they leave."""
+    records: list[weakref.ref[MovableTensor]] = field(default_factory=list)
+    """The graphs' records of tensors that stay, which change if the bytes leave."""
+    was_needed: bool = False
+    """Whether a backward pass has got a tensor that stays, and may keep it alive."""
+
+    def leave(self, tensor: torch.Tensor) -> SavedBytes:
+        """The range of a tensor on these bytes, which the caller has to move."""
+        saved = self.saved = _saved_bytes(tensor, self)
+        # No __del__: weak references are dead when a finalizer runs, so no step shares a handle that goes.
+        weakref.finalize(self, self.swapper.release, saved).atexit = False
+        return saved
 
     def displace(self) -> SavedBytes | None:
-        """Have the graphs hold a range in place of their tensors, which is to be written. None if that would free no
-        memory. Call it with the swapper's lock held."""
-        kept = [(one, one.kept) for record in self.records if (one := record()) is not None and one.kept is not None]
-        if self.is_needed or self.resident is None or not kept:
+        """Have the graphs hold the range in place of their tensors. See
+        :meth:`fastensor.offload.swapper.Displaceable.displace`."""
+        staying = [one for record in self.records if (one := record()) is not None and one.tensor is not None]
+        if self.was_needed or self.kept is None or not staying:
             return None
-        tensor = kept[0][1].tensor
-        saved = _saved_bytes(tensor, self.span, self.mark, self.position)
-        saved.resident, self.resident, saved.unread = self.resident, None, len(kept)
-        handle = SavedHandle(saved, self.swapper)
+        assert staying[0].tensor is not None
+        saved = self.leave(staying[0].tensor)
+        saved.kept, self.kept, saved.unread = self.kept, None, len(staying)
         self.forward.displace(self.position, saved)
-        for one, before in kept:
-            one.moved = OffloadedTensor.of(before.tensor, handle, one.forward, one.position, before.version)
-            one.kept = None  # last: other threads may ask for the tensor meanwhile
+        for one in staying:
+            one.leave()
         return saved
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class ResidentTensor:
-    """The graph's record of a tensor that stays in memory by plan, unless memory gets short."""
+class MovableTensor:
+    """The graph's record of a tensor on a range of bytes that leaves memory, or stays by plan."""
 
-    kept: KeptTensor | None
-    """None if the tensor had to leave."""
-    handle: ResidentHandle
+    handle: RangeHandle
     forward: ForwardPass
     position: int
     """In the forward pass."""
-    moved: OffloadedTensor | None = None
-    """The record that took the place of ``kept``."""
+    version: int
+    tensor: torch.Tensor | None
+    """The tensor, while its bytes stay."""
+    view: View | None = None
+    """The tensor's place in the bytes that leave."""
+    versioned: torch.Tensor | None = None
+    """Has no memory, but the version counter of the saved tensor."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, handle: ResidentHandle, forward: ForwardPass, position: int) -> ResidentTensor:
-        record = cls(KeptTensor.of(tensor), handle, forward, position)
-        handle.records.append(weakref.ref(record))
+    def of(cls, tensor: torch.Tensor, handle: RangeHandle, forward: ForwardPass, position: int) -> MovableTensor:
+        record = cls(handle, forward, position, tensor._version, _detached(tensor))
+        if handle.saved is None:
+            handle.records.append(weakref.ref(record))
+        else:
+            record.leave()
         return record
 
+    def leave(self) -> None:
+        """Hold the tensor's place in the bytes in place of the tensor."""
+        assert self.tensor is not None
+        self.view, self.versioned = View.of(self.tensor), _without_memory(self.tensor)
+        self.tensor = None  # last: other threads may ask for the tensor meanwhile
 
-@dataclass(frozen=True, slots=True)
-class _KnownRange:
-    """A range that was saved, and may be saved again while a graph holds it."""
+    def check_version(self) -> None:
+        """Raise RuntimeError if the tensor was modified in place."""
+        if (kept := self.tensor) is not None:
+            _check_version(kept, self.version, kept)
+        else:
+            assert self.view is not None
+            assert self.versioned is not None
+            _check_version(self.versioned, self.version, self.view)
 
-    handle: weakref.ref[SavedHandle | ResidentHandle]
-    owner: weakref.ref[torch.Tensor]
-    """The tensor whose version counter counts for the range."""
-    span: range
+    def bring(self, saved: SavedBytes) -> torch.Tensor:
+        """The tensor on a range that has left, in memory again.
+
+        Raises:
+            OffloadError: see :meth:`fastensor.offload.swapper.Swapper.bring`.
+        """
+        assert self.view is not None
+        assert self.versioned is not None
+        upcoming, unexpected = self.forward.look_ahead(saved, self.position)
+        storage, origin = self.handle.swapper.bring(saved, upcoming, unexpected)
+        tensor = _with_version_counter(self.versioned, self.view.on(storage, origin))
+        used_on_current(tensor.conj() if tensor.is_conj() else tensor)  # of the memory, not of a conjugated copy
+        if upcoming or unexpected:
+            # Reading ahead wakes reader threads, so it comes last, as writing does in pack.
+            self.forward.note_read_ahead(self.handle.swapper.read_ahead(saved, upcoming, unexpected))
+        return tensor
 
 
 class StepHooks:
@@ -191,13 +177,13 @@ class StepHooks:
         """True if the first tensors of the forward pass were not examined, and the others are."""
         self._saved_nbytes = 0
         """Bytes of all tensors that the forward pass has saved so far."""
-        self._known: dict[tuple[int, int], list[_KnownRange]] = {}
-        """By storage and version."""
+        self._known: dict[tuple[int, int], list[weakref.ref[RangeHandle]]] = {}
+        """Ranges that were saved, and may be saved again while a graph holds them: by storage and version."""
         self._count = 0
         """Ranges in ``_known``."""
         self._tidy_at = _LEAST_TO_TIDY
 
-    def pack(self, tensor: torch.Tensor) -> KeptTensor | ResidentTensor | OffloadedTensor:
+    def pack(self, tensor: torch.Tensor) -> KeptTensor | MovableTensor:
         """The record that the graph is to hold in place of a tensor that autograd saves."""
         started = time.perf_counter()
         nbytes = nbytes_of(tensor)
@@ -205,7 +191,7 @@ class StepHooks:
             self._begin_pass()
         if (unexamined := self._unexamined) is not None:
             if unexamined.nbytes + nbytes <= unexamined.most_nbytes:
-                whole = KeptTensor.of(tensor, unexamined.resident)
+                whole = KeptTensor.of(tensor, unexamined.kept)
                 self._engine.note_use(nbytes, tensor.device)
                 unexamined.count += 1
                 unexamined.nbytes += nbytes
@@ -229,7 +215,7 @@ class StepHooks:
         finally:
             self._saved_nbytes += nbytes
             if self._forward is not None:
-                self._forward.note_saved(self._saved_nbytes)
+                self._forward.record.saved_nbytes = self._saved_nbytes
             self._note_pass()
             self._note_time(started, counts, kept)
 
@@ -254,35 +240,33 @@ class StepHooks:
         """Record what is saved next as a pass of its own."""
         self._forward, self._saved_nbytes = None, 0
 
-    def unpack(self, packed: KeptTensor | ResidentTensor | OffloadedTensor) -> torch.Tensor:
+    def unpack(self, packed: KeptTensor | MovableTensor) -> torch.Tensor:
         """The tensor that autograd needs again."""
         self._is_over = True
         self._note_pass(is_needed=True)
         if isinstance(packed, KeptTensor):
             packed.check_version()
-            if packed.resident is not None:
+            if packed.kept is not None:
                 self._engine.note_use(nbytes_of(packed.tensor), packed.tensor.device)
             return packed.tensor
         started = time.perf_counter()
-        clock = started - self._seconds_in_hooks
-        if isinstance(packed, ResidentTensor):
-            if (kept := packed.kept) is not None:
-                packed.handle.is_needed = True
-                packed.forward.note_needed(packed.position, clock)
-                kept.check_version()
-                self._engine.note_use(len(packed.handle.span), kept.tensor.device)
-                self._note_time(started)
-                return kept.tensor
-            assert packed.moved is not None
-            packed = packed.moved
-        packed.forward.note_needed(packed.position, clock, packed.handle.saved)
-        packed.handle.swapper.check_process()
+        clock, handle = started - self._seconds_in_hooks, packed.handle
+        if (kept := packed.tensor) is not None:
+            handle.was_needed = True
+            packed.forward.note_needed(packed.position, clock)
+            packed.check_version()
+            self._engine.note_use(len(handle.span), kept.device)
+            self._note_time(started)
+            return kept
+        assert handle.saved is not None
+        packed.forward.note_needed(packed.position, clock, handle.saved)
+        handle.swapper.check_process()
         packed.check_version()
         try:
-            with self._engine.guarded(packed.handle.swapper):
-                tensor = packed.bring()
-                self._engine.note_memory(packed.handle.swapper)
-                self._engine.note_use(packed.handle.saved.nbytes, tensor.device)
+            with self._engine.guarded(handle.swapper):
+                tensor = packed.bring(handle.saved)
+                self._engine.note_memory(handle.swapper)
+                self._engine.note_use(handle.saved.nbytes, tensor.device)
                 return tensor
         finally:
             self._note_pass(is_needed=True)
@@ -327,45 +311,41 @@ class StepHooks:
 
     def _offload(
         self, tensor: torch.Tensor, span: range, swapper: Swapper, counts: dict[str, int], kept: dict[str, int]
-    ) -> KeptTensor | ResidentTensor | OffloadedTensor:
+    ) -> KeptTensor | MovableTensor:
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
         forward = self._current_forward(swapper)
         shared = self._share(key, tensor, span, swapper)
-        if isinstance(shared, SavedHandle):
-            counts["shared_bytes"] = len(span)
-            position = forward.add_again(forward.position_of(shared.saved), shared.saved, self._clock)
-            return OffloadedTensor.of(tensor, shared, forward, position, tensor._version)
         if shared is not None:
-            position = forward.add_again(shared.position if shared.forward is forward else None, None, self._clock)
-            return ResidentTensor.of(tensor, shared, forward, position)
+            if shared.saved is not None:
+                counts["shared_bytes"] = len(span)
+            known = shared.position if shared.forward is forward else None
+            return MovableTensor.of(tensor, shared, forward, forward.add_again(known, shared.saved, self._clock))
         if len(span) < self._engine.config.min_bytes:
             kept["small"] = len(span)
             return KeptTensor.of(tensor)
         mark = forward.mark(len(span), tensor.dtype, tensor.device)
         if mark in swapper.externally_referenced:
             kept["externally referenced"] = len(span)
-            forward.note_nothing(self._clock)
-            forward.add(None)
+            forward.add(None, forward.record.nothing(self._clock))
             return KeptTensor.of(tensor)
         self._engine.note_use(len(span), tensor.device)
-        position = forward.next_position
-        forward.note(_noted(tensor, mark, len(span), self._clock, self._ratio(tensor, span, mark, swapper)))
-        if (resident := self._engine.planner.stay(mark, len(span), tensor.device)) is not None:
+        handle = RangeHandle(
+            swapper, forward, forward.next_position, mark, span, tensor.dtype, weakref.ref(_owner_of(tensor))
+        )
+        noted = _noted(tensor, mark, len(span), self._clock, self._ratio(tensor, span, mark, swapper))
+        handle.kept = self._engine.planner.keep(mark, len(span), tensor.device)
+        saved = handle.leave(tensor) if handle.kept is None else None
+        record = MovableTensor.of(tensor, handle, forward, handle.position)
+        if saved is not None:
+            swapper.admit(saved)  # wakes a writer thread: no call follows that lets other threads run first
+            forward.add(saved, noted)
+        else:
             kept["fits"] = len(span)
-            forward.add(None)
-            staying = ResidentHandle(resident, swapper, forward, position, mark, span, tensor.dtype)
-            stays = ResidentTensor.of(tensor, staying, forward, position)
+            forward.add(None, noted)
             if tensor.device.type == "cpu":
-                swapper.keep(weakref.WeakMethod(staying.displace))
-            self._remember(key, _KnownRange(weakref.ref(staying), weakref.ref(_owner_of(tensor)), span))
-            return stays
-        saved = _saved_bytes(tensor, span, mark, position)
-        handle = SavedHandle(saved, swapper)
-        record = OffloadedTensor.of(tensor, handle, forward, position, tensor._version)
-        swapper.admit(saved)  # wakes a writer thread: no call follows that lets other threads run first
-        forward.add(saved)
-        self._remember(key, _KnownRange(weakref.ref(handle), weakref.ref(_owner_of(tensor)), span))
+                swapper.keep(handle)
+        self._remember(key, handle)
         return record
 
     def _ratio(self, tensor: torch.Tensor, span: range, mark: int, swapper: Swapper) -> float:
@@ -391,22 +371,18 @@ class StepHooks:
             self._forward = self._engine.begin_forward(swapper, is_rest=self._is_rest)
         return self._forward
 
-    def _share(
-        self, key: tuple[int, int], tensor: torch.Tensor, span: range, swapper: Swapper
-    ) -> SavedHandle | ResidentHandle | None:
+    def _share(self, key: tuple[int, int], tensor: torch.Tensor, span: range, swapper: Swapper) -> RangeHandle | None:
         """The handle of a known range that covers ``span``, for one more saved tensor; None if there is none."""
         owner = _owner_of(tensor)
         known = self._known.get(key, [])
-        known[:] = (one for one in known if one.handle() is not None)
+        known[:] = (one for one in known if one() is not None)
         for one in known:
-            handle = one.handle()
-            covers = one.owner() is owner and one.span.start <= span.start and span.stop <= one.span.stop
-            if not covers or handle is None:
+            if (handle := one()) is None or handle.owner() is not owner or not self._is_kept_for(tensor, handle.dtype):
                 continue
-            if isinstance(handle, ResidentHandle):
-                if handle.resident is not None and self._is_kept_for(tensor, handle.dtype):
-                    return handle
-            elif handle.swapper is swapper and self._is_kept_for(tensor, handle.saved.dtype):
+            covers = handle.span.start <= span.start and span.stop <= handle.span.stop
+            if covers and handle.saved is None:
+                return handle
+            if covers and handle.saved is not None and handle.swapper is swapper:
                 swapper.share(handle.saved)
                 return handle
         return None
@@ -416,10 +392,10 @@ class StepHooks:
         another dtype any more."""
         return dtype == tensor.dtype or LOSSY.keys().isdisjoint(self._engine.config.codecs)
 
-    def _remember(self, key: tuple[int, int], one: _KnownRange) -> None:
+    def _remember(self, key: tuple[int, int], handle: RangeHandle) -> None:
         """Note a range that may be saved again. Now and then, so that it costs next to nothing, forget ranges that no
         graph holds; and the forward pass as well if most ranges that are known since it began are gone."""
-        self._known.setdefault(key, []).append(one)
+        self._known.setdefault(key, []).append(weakref.ref(handle))
         self._count += 1
         if self._count < self._tidy_at:
             return
@@ -430,26 +406,26 @@ class StepHooks:
 
     def _forget(self) -> None:
         """Forget ranges that no graph holds."""
-        alive = {key: [one for one in known if one.handle() is not None] for key, known in self._known.items()}
+        alive = {key: [one for one in known if one() is not None] for key, known in self._known.items()}
         self._known = {key: known for key, known in alive.items() if known}
         self._count = sum(map(len, alive.values()))
         self._tidy_at = _LEAST_TO_TIDY + 2 * self._count
 
 
-def _saved_bytes(tensor: torch.Tensor, span: range, mark: int, position: int) -> SavedBytes:
+def _saved_bytes(tensor: torch.Tensor, handle: RangeHandle) -> SavedBytes:
     """The range of a tensor that leaves memory."""
     storage = tensor.untyped_storage()
     return SavedBytes(
-        nbytes=len(span),
-        origin=span.start,
+        nbytes=len(handle.span),
+        origin=handle.span.start,
         device=tensor.device,
         original=StorageWeakRef(storage),  # type: ignore[no-untyped-call]  # torch gives it no types
         source=storage,
-        page_offset=page_offset_of(tensor, span),
+        page_offset=page_offset_of(tensor, handle.span),
         ready=event_now(tensor.device),
         dtype=tensor.dtype,
-        mark=mark,
-        position=position,
+        mark=handle.mark,
+        position=handle.position,
     )
 
 

@@ -31,9 +31,10 @@ from fastensor.offload.host_memory import keep_on_fork
 from fastensor.offload.moving import Piece, Reading
 from fastensor.offload.saved import SavedBytes, StoredBytes
 from fastensor.offload.slots import Slot
+from fastensor.offload.staging import cost
 from fastensor.offload.statistics import Counters
-from fastensor.offload.tiers import StorageTiers, cost
-from fastensor.offload.trace import Trace
+from fastensor.offload.tiers import StorageTiers
+from fastensor.offload.trace import Trace, note_move
 
 THREADS = 4
 """Threads that write, and as many that read."""
@@ -174,8 +175,8 @@ class Jobs:
             return
         while True:
             with self._lock:
-                if not (busy := self._tiers.busy_blocks(saved.nbytes)):
-                    saved.blocks = self._tiers.take_blocks(saved.nbytes)
+                if not (busy := self._tiers.staging.busy(saved.nbytes)):
+                    self._tiers.staging.take(saved)
                     break
             wait_for(busy, even_if_failed=True)
         wait_for(moving.stage(saved))
@@ -188,7 +189,7 @@ class Jobs:
             return stored
         with self._lock:
             slots = self._tiers.slots
-        staged = copying.is_staged_first(saved.device) and not saved.blocks
+        staged = copying.is_staged(saved.device) and not saved.blocks
         direct = slots.direct_backends(saved.device) if staged else ()
         transfer = self._tiers.transfer("write", saved, (*direct, *slots.backends))
         if staged and transfer.used not in direct:
@@ -282,8 +283,7 @@ class Jobs:
         started = time.perf_counter()
         with self._counters.reads.running():
             self._read_pieces(reading, reading.stored.backend)
-        if self._trace is not None:
-            self._trace.complete("help to read", started, tensor=reading.saved.position)
+        note_move(self._trace, "help to read", started, reading.saved)
 
     def _read_pieces(self, reading: Reading, backend: str) -> None:
         """Read pieces until none is left."""

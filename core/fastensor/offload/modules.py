@@ -168,10 +168,6 @@ class AttachedModel:
         stack = self._running.stack
         return stack[-1][1] if stack else self._default
 
-    def storages(self) -> PersistentStorages:
-        """The present storages of parameters and buffers."""
-        return PersistentStorages(self.model)
-
     def unallocated_gradients(self) -> int:
         """Bytes of the gradients that parameters do not have yet, and that the backward pass will allocate."""
         wanting = (one for one in self.model.parameters() if one.requires_grad and one.grad is None)

@@ -84,9 +84,9 @@ def new_memory(saved: SavedBytes, host: HostMemory) -> tuple[torch.UntypedStorag
     Raises:
         MemoryError, torch.OutOfMemoryError, OSError: there is no memory.
     """
-    if copying.is_read_in_place(saved.device):
-        return host.storage(saved.lead + saved.nbytes)
-    return storage_on(saved.device, saved.nbytes), None
+    if copying.is_staged(saved.device):
+        return storage_on(saved.device, saved.nbytes), None
+    return host.storage(saved.lead + saved.nbytes)
 
 
 def pieces(saved: SavedBytes, *, lead: int) -> Iterator[Piece]:

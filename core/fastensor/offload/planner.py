@@ -111,7 +111,7 @@ class PassRecord:
         )
 
 
-class ResidentBytes:
+class KeptBytes:
     """The graphs' handle of bytes that stay in memory by plan.
 
     Args:
@@ -135,7 +135,7 @@ class ResidentBytes:
 class UnexaminedPass:
     """Budget of a forward pass whose tensors are not examined, because everything fits: all of it stays."""
 
-    resident: ResidentBytes
+    kept: KeptBytes
     """The graphs' handle of all that the pass may save so, until no graph needs any of it."""
     most_nbytes: int
     """After so many bytes the rest is examined, for the pass is not what was expected."""
@@ -197,7 +197,7 @@ class Planner:
         self._unallocated = unallocated
         self._lock = threading.Lock()
         self._released: deque[tuple[torch.device, int]] = deque()
-        self._resident: Counter[torch.device] = Counter()
+        self._kept: Counter[torch.device] = Counter()
         self._limits: dict[torch.device, int] = {}
         self._largest: Counter[torch.device] = Counter()
         """The bytes of the largest saved tensor of the latest passes."""
@@ -211,7 +211,7 @@ class Planner:
         self._planned: dict[int, tuple[bool, float]] = {}
         """By mark, whether the tensor leaves memory, and the ratio that it was planned with."""
         self.peak_bytes = 0
-        """The most bytes that were resident at a time."""
+        """The most bytes that stayed at a time."""
 
     def begin_pass(self, *, is_rest: bool = False) -> PassRecord:
         """Plan the passes that have ended, and begin to record one.
@@ -243,7 +243,7 @@ class Planner:
                 return None
             device, nbytes = expected
             self._hold(device, nbytes)
-        return UnexaminedPass(ResidentBytes(nbytes, device, self._released), nbytes)
+        return UnexaminedPass(KeptBytes(nbytes, device, self._released), nbytes)
 
     def plan_ended(self) -> None:
         """Plan the passes that have ended."""
@@ -257,15 +257,15 @@ class Planner:
                     self._passes.remove(ended)
                     self._note(ended, profile)
 
-    def resident_bytes(self) -> int:
+    def kept_bytes(self) -> int:
         """Bytes that stay in memory by plan, now."""
         if not self._config.keeps_some:
             return 0
         with self._lock:
             self._let_go_released()
-            return self._resident.total()
+            return self._kept.total()
 
-    def stay(self, mark: int, nbytes: int, device: torch.device) -> ResidentBytes | None:
+    def keep(self, mark: int, nbytes: int, device: torch.device) -> KeptBytes | None:
         """The handle of bytes that stay in memory; None if they leave."""
         if not self._config.keeps_some:
             return None
@@ -274,10 +274,10 @@ class Planner:
             self._largest[device] = max(self._largest[device], nbytes)
             if self._planned.get(mark, _UNPLANNED)[0]:
                 return None
-            if self._resident[device] + nbytes > self._limit(device):
+            if self._kept[device] + nbytes > self._limit(device):
                 return None
             self._hold(device, nbytes)
-        return ResidentBytes(nbytes, device, self._released)
+        return KeptBytes(nbytes, device, self._released)
 
     def besides(self, device: torch.device) -> int:
         """Bytes that steps take on a device besides saved tensors and their transfers: for gradients that the backward
@@ -322,16 +322,16 @@ class Planner:
             return None
         (device,) = devices
         nbytes = int(_MORE_THAN_BEFORE * max(form.record.saved_nbytes for form in forms))
-        return None if self._resident[device] + nbytes > self._limit(device) else (device, nbytes)
+        return None if self._kept[device] + nbytes > self._limit(device) else (device, nbytes)
 
     def _hold(self, device: torch.device, nbytes: int) -> None:
-        self._resident[device] += nbytes
-        self.peak_bytes = max(self.peak_bytes, self._resident.total())
+        self._kept[device] += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._kept.total())
 
     def _let_go_released(self) -> None:
         while self._released:
             device, nbytes = self._released.popleft()
-            self._resident[device] -= nbytes
+            self._kept[device] -= nbytes
 
     def _limit(self, device: torch.device) -> int:
         """The most bytes of saved tensors that may stay in the memory of a device."""
@@ -343,7 +343,7 @@ class Planner:
             if device == _HOST:  # which also keeps memory that was read into, for what is read next
                 reserve += config.prefetch_nbytes + (config.dram_bytes or 0)
             left = _free_memory(device) - reserve - self._shortage[device]
-            self._limits[device] = int(_SHARE_OF_FREE_MEMORY * left) + self._resident[device]
+            self._limits[device] = int(_SHARE_OF_FREE_MEMORY * left) + self._kept[device]
         return max(self._limits[device] - _OPERATION_TENSORS * self._largest[device], 0)
 
     def _note(self, record: PassRecord, profile: StepProfile) -> None:

@@ -3,6 +3,7 @@ reverse of the forward pass."""
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,9 +14,10 @@ _SLACK = 8
 
 
 class PrefetchSchedules:
-    """The orders of recent backward passes, by the form of the forward pass. Use it in one thread at a time."""
+    """The orders of recent backward passes, by the form of the forward pass. Used by several threads."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._known: OrderedDict[int, list[int]] = OrderedDict()
 
     def begin(self, form: int, saved: Sequence[int]) -> PrefetchSchedule:
@@ -26,12 +28,12 @@ class PrefetchSchedules:
             saved: positions of saved tensors, in the order in which nodes have saved them. Several nodes may save the
                 same position.
         """
-        known = self._known.pop(form, [])
-        schedule = PrefetchSchedule(complete(known, saved))
-        self._known[form] = schedule.taken
-        if len(self._known) > _MOST_FORMS:
-            self._known.popitem(last=False)
-        return schedule
+        with self._lock:
+            schedule = PrefetchSchedule(complete(self._known.pop(form, []), saved))
+            self._known[form] = schedule.taken
+            if len(self._known) > _MOST_FORMS:
+                self._known.popitem(last=False)
+            return schedule
 
 
 def complete(known: Sequence[int], saved: Sequence[int]) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from fastensor.backends.buffers import Buffer
 from fastensor.backends.streams import Event
 from fastensor.errors import OffloadError
 from fastensor.offload.codecs import Encoding
-from fastensor.offload.planner import ResidentBytes
+from fastensor.offload.planner import KeptBytes
 from fastensor.offload.slots import Slot
 
 
@@ -93,9 +94,9 @@ class SavedBytes:
     """Saved tensors on this range that the backward pass has not asked for."""
     prefetched: bool = False
     """Whether ``loaded`` was read ahead, and has not been asked for since."""
-    resident: ResidentBytes | None = None
+    kept: KeptBytes | None = None
     """The planner's leave to stay in memory, until the bytes are written; None if the range never had one."""
-    lent: bool = False
+    was_needed: bool = False
     """Whether a backward pass has got ``source``, and may keep it alive."""
     released: bool = False
     """True if no graph needs the bytes any more."""
@@ -124,6 +125,7 @@ class ByteBudget:
     Args:
         limit: the most bytes that the ranges may take together. A range that is larger may be there alone, unless the
             limit is 0.
+        note: is told the bytes whenever there are more.
 
     >>> import torch
     >>> def saved(nbytes):
@@ -138,9 +140,10 @@ class ByteBudget:
     AssertionError: 110 bytes are held, and 100 allowed
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int = sys.maxsize, note: Callable[[int], None] | None = None) -> None:
         self.limit = limit
         self.nbytes = 0
+        self._note = note
         self._held: dict[SavedBytes, int] = {}
 
     def __contains__(self, saved: SavedBytes) -> bool:
@@ -165,6 +168,8 @@ class ByteBudget:
         assert beyond or self.fits(nbytes), f"{total} bytes are held, and {self.limit} allowed"
         self._held[saved] = nbytes
         self.nbytes = total
+        if self._note is not None:
+            self._note(total)
 
     def use(self, saved: SavedBytes) -> None:
         """Make a range the newest."""

@@ -23,10 +23,6 @@ SECONDS_PER_DAY = 86_400
 WRITE_AMPLIFICATION = 1.0
 """What a drive writes for each byte that it is given. Writes are sequential and large, for which the FlashNeuron paper
 (section 3.4) takes nearly one."""
-WRITTEN_BY = "written by "
-"""Prefix of the counts of bytes by backend."""
-ENCODED_BY, STORED_BY = "encoded by ", "stored by "
-"""Prefixes of the counts of bytes by codec: of memory, and of what it has become."""
 
 
 _WHY_KEPT = {
@@ -85,6 +81,12 @@ class Counters:
     """Events and bytes, with the names of :class:`OffloadStatistics`."""
     kept: Counter[str] = field(default_factory=Counter)
     """Bytes that stay in memory, by the reason."""
+    written_by: Counter[str] = field(default_factory=Counter)
+    """Bytes written, by backend."""
+    encoded: Counter[str] = field(default_factory=Counter)
+    """Bytes of memory that were encoded, by codec."""
+    encoded_to: Counter[str] = field(default_factory=Counter)
+    """Bytes that were written for them."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Time of training threads in hooks (``hook``), of which they have waited; and ``cpu``: what transfers have taken
     of the processors."""

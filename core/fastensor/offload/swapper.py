@@ -16,33 +16,33 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import torch
 
-from fastensor.backends.streams import are_reached, hold_back_current, wait_for
+from fastensor.backends.streams import wait_for
 from fastensor.backends.threads import NoThreadsError
 from fastensor.errors import OffloadError
-from fastensor.offload import copying, moving
+from fastensor.offload import copying
 from fastensor.offload.config import OffloadConfig
-from fastensor.offload.host_memory import HostMemory, bytes_until_short, free_host_memory, return_freed_memory
+from fastensor.offload.host_memory import bytes_until_short, free_host_memory, return_freed_memory
 from fastensor.offload.jobs import THREADS, Jobs, StoppedError
+from fastensor.offload.loaded import NO_MEMORY, LoadedRanges
 from fastensor.offload.moving import Reading
 from fastensor.offload.saved import ByteBudget, SavedBytes, StoredBytes
-from fastensor.offload.statistics import ENCODED_BY, STORED_BY, WRITTEN_BY, Counters
-from fastensor.offload.tiers import StorageTiers, cost
-from fastensor.offload.trace import Trace
+from fastensor.offload.staging import cost
+from fastensor.offload.statistics import Counters
+from fastensor.offload.tiers import StorageTiers
+from fastensor.offload.trace import Trace, note_move
 
-_LEAST_TO_TIDY = 256
 _MOST_RATIOS = 1 << 16
 """Saved tensors whose ratio is remembered: those that were written first last."""
 _MOST_IDLE_BYTES = 128 << 20
@@ -52,10 +52,14 @@ _LEAST_USE = 16 << 20
 counts as short long before so few are free, because operations take more than what they save."""
 _SHARE_OF_USE = 8
 """Free memory is looked at again when one in so many of the bytes that were left until it is short has been used."""
-Displace: TypeAlias = "weakref.WeakMethod[Callable[[], SavedBytes | None]]"
-"""See :meth:`Swapper.keep`."""
-_NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 _logger = logging.getLogger("fastensor")
+
+
+class Displaceable(Protocol):
+    """Bytes that stay in memory, unless that gets short."""
+
+    def displace(self) -> SavedBytes | None:
+        """The range that is to be written then; None if that would free no memory. The swapper's lock is held."""
 
 
 class Swapper:
@@ -76,24 +80,21 @@ class Swapper:
         self._released: deque[SavedBytes] = deque()
         """Ranges that no graph needs any more, appended by finalizers."""
         self._tiers = StorageTiers(config, counters, 2 * THREADS)
-        self._host = HostMemory(config.prefetch_nbytes)
-        self._pending = ByteBudget(config.staging_nbytes)
-        """Ranges that are to be written, or copied to staging blocks."""
-        self._in_dram = ByteBudget(self._tiers.dram_nbytes)
-        """Ranges that stay in host memory while there is room."""
-        self._loaded = ByteBudget(config.prefetch_nbytes)
-        """Ranges that have been read back, or are being read."""
-        self._saved = ByteBudget(sys.maxsize)
-        """Ranges that graphs hold, wherever the bytes are."""
-        self._staying: deque[Displace] = deque()
-        """What stays in host memory where it was saved, unless that gets short, in the order in which it was saved."""
-        self._tidy_staying_at = _LEAST_TO_TIDY
-        """How many of these there are before those that no graph holds are forgotten."""
-        self._away = ByteBudget(sys.maxsize)
-        """Ranges that graphs hold, and that take no memory on their device."""
-        self._copying: deque[SavedBytes] = deque()
-        """Ranges that are being copied to staging blocks, to stay there, in the order in which that was queued."""
+        self._staging = self._tiers.staging
         self._jobs = Jobs(config, self._tiers, self._lock, counters, trace)
+        self._pending = ByteBudget(config.staging_nbytes, partial(counters.note_peak, "peak_pending_bytes"))
+        """Ranges that are to be written, or copied to staging blocks."""
+        self._in_dram = ByteBudget(self._tiers.dram_nbytes, partial(counters.note_peak, "peak_dram_bytes"))
+        """Ranges that stay in host memory while there is room."""
+        note = partial(counters.note_peak, "peak_loaded_bytes")
+        self._loaded = LoadedRanges(config.prefetch_nbytes, note, self._tiers, self._submit_read, trace)
+        """Ranges that have come back, or are about to."""
+        self._saved = ByteBudget()
+        """Ranges that graphs hold, wherever the bytes are."""
+        self._unmoved = ByteBudget()
+        """Those of them that take the memory that they were saved in."""
+        self._kept = weakref.WeakKeyDictionary[Displaceable, None]()
+        """What stays in host memory where it was saved, unless that gets short, in the order in which it was saved."""
         self._failure: Exception | None = None
         """The first failed write, to be raised by the next call; only with ``when_full="raise"``."""
         self._ratios: dict[int, float] = {}
@@ -119,29 +120,12 @@ class Swapper:
             OffloadError: see :meth:`raise_failure`.
         """
         self.raise_failure()
-        while True:
-            with self._lock:
-                self._let_go_released()
-                blocking = self._place(saved)
-                if blocking is None:
-                    self._saved.add(saved, saved.nbytes)
-                    self._note_place(saved)
-            if blocking is None:
-                return
-            self._wait_for(blocking, "wait_to_write", saved)
+        self._when_there_is_room(self._admit, saved)
 
-    def keep(self, displace: Displace) -> None:
-        """Note bytes that stay in host memory, unless that gets short.
-
-        Args:
-            displace: gives the range that is to be written then; None if that would free no memory. It is called with
-                the lock held.
-        """
+    def keep(self, kept: Displaceable) -> None:
+        """Note bytes that stay in host memory, unless that gets short. They are forgotten when ``kept`` goes."""
         with self._lock:
-            if len(self._staying) >= self._tidy_staying_at:
-                self._staying = deque(one for one in self._staying if one() is not None)
-                self._tidy_staying_at = _LEAST_TO_TIDY + 2 * len(self._staying)
-            self._staying.append(displace)
+            self._kept[kept] = None
 
     def share(self, saved: SavedBytes) -> None:
         """Note that one more saved tensor is on the range, whose handle the caller holds."""
@@ -203,7 +187,7 @@ class Swapper:
             How many of the upcoming ranges, in order, stay in memory or are being read.
         """
         with self._lock:
-            self._drop(unexpected)
+            self._loaded.drop(unexpected)
             self._prefetch(needed, upcoming)
             self._trace_bytes()
             for number, saved in enumerate(upcoming):
@@ -214,8 +198,7 @@ class Swapper:
     def _wait_for(self, wait: Callable[[], None], what: str, saved: SavedBytes) -> None:
         started = time.perf_counter()
         wait()
-        if self._trace is not None:
-            self._trace.complete(what.replace("_", " "), started, tensor=saved.position, memory_bytes=saved.nbytes)
+        note_move(self._trace, what.replace("_", " "), started, saved)
         with self._lock:
             self._counters.seconds[what] += time.perf_counter() - started
 
@@ -265,9 +248,9 @@ class Swapper:
         """Have ranges written that were to stay, in the order in which they were saved, until enough memory is free for
         the transfers and ``besides``. Returns their bytes when their memory is free."""
         nbytes = 0
-        while self._staying and (short := self._needed_for_transfers() + besides() - free_host_memory()) > 0:
+        while self._kept and (short := self._needed_for_transfers() + besides() - free_host_memory()) > 0:
             is_first = not self._counters.counts["displaced_bytes"]
-            left = self._write_staying(short)
+            left = self._write_kept(short)
             if not left:
                 break
             if is_first:
@@ -280,10 +263,10 @@ class Swapper:
         with self._lock:
             self._let_go_released()
             budgets = self.config.staging_nbytes + 2 * self.config.prefetch_nbytes
-            used = self._pending.nbytes + self._loaded.nbytes + self._host.idle_nbytes
+            used = self._pending.nbytes + self._loaded.nbytes + self._loaded.host.idle_nbytes
             return max(budgets - used, 0)
 
-    def _write_staying(self, nbytes: int) -> int:
+    def _write_kept(self, nbytes: int) -> int:
         """Have ranges written that were to stay, of ``nbytes`` or more together if there are so many. Returns the bytes
         of those that have been written: the disk may be full."""
         displaced, total = list[SavedBytes](), 0
@@ -294,23 +277,20 @@ class Swapper:
                 break
             displaced.append(saved)
             total += saved.nbytes
-            self._write_later(saved)
+            self._when_there_is_room(self._write_displaced, saved)
         for saved in displaced:
             if (write := saved.write) is not None:
                 self._wait_for(partial(_wait_until_done, [write]), "wait_to_write", saved)
-        return sum(saved.nbytes for saved in displaced if saved.resident is None)
+        return sum(saved.nbytes for saved in displaced if saved.kept is None)
 
-    def _write_later(self, saved: SavedBytes) -> None:
-        """Have a range written when ``staging_bytes`` have room for it."""
+    def _when_there_is_room(self, move: Callable[[SavedBytes], Callable[[], None] | None], saved: SavedBytes) -> None:
+        """Call a function that moves a range, with the lock held, until it returns nothing to wait for."""
         while True:
             with self._lock:
                 self._let_go_released()
-                if saved.released:
-                    return
-                if self._pending.fits(cost(saved)):
-                    self._begin_write(saved)
-                    return
-                blocking = self._oldest_pending()
+                blocking = move(saved)
+            if blocking is None:
+                return
             self._wait_for(blocking, "wait_to_write", saved)
 
     # Ends. ------------------------------------------------------------------------------------------------------------
@@ -318,7 +298,7 @@ class Swapper:
     def release(self, saved: SavedBytes) -> None:
         """Note that no graph needs a range any more. Called by finalizers, anywhere: waits for nothing. The next
         holder of the lock lets go of the range."""
-        saved.resident = None  # the planner counts it no more
+        saved.kept = None  # the planner counts it no more
         self._released.append(saved)
 
     def settle(self) -> None:
@@ -328,12 +308,11 @@ class Swapper:
                 self._let_go_released()
                 jobs: list[Future[Any] | None] = [saved.write for saved in self._pending.oldest_first()]
                 jobs += [saved.read for saved in self._loaded.oldest_first()]
-                copied = [event for saved in self._copying for event in saved.copied]
-                arrived = [event for saved in self._loaded.oldest_first() for event in saved.arrived]
-                leaving = self._tiers.leaving()
-            wait_for((*copied, *arrived, *leaving))
+                is_copying = bool(self._staging.copying)
+                events = (*self._staging.events(), *self._loaded.events())
+            wait_for(events)
             running = [job for job in jobs if job is not None and not job.cancelled()]
-            if not running and not copied:
+            if not running and not is_copying:
                 return
             _wait_until_done(running)
 
@@ -346,14 +325,13 @@ class Swapper:
                 self._cancel_write(saved)
         self._jobs.shut_down()
         with self._lock:
-            for saved in [*self._copying]:
+            for saved in list(self._staging.copying):
                 self._keep_after_all(saved)
             self._let_go_released()
-            arriving = [event for saved in self._loaded.oldest_first() for event in saved.arrived]
-            leaving = self._tiers.leaving()
-        wait_for((*arriving, *leaving), even_if_failed=True)
+            events = (*self._staging.events(), *self._loaded.events())
+        wait_for(events, even_if_failed=True)
         with self._lock:
-            self._host.clear()
+            self._loaded.host.clear()
             self._tiers.close()
         if self.config.return_freed_memory:
             return_freed_memory()
@@ -373,24 +351,34 @@ class Swapper:
         with self._lock:
             if self._released:
                 self._let_go_released()
-            return self._saved.nbytes, self._saved.nbytes - self._away.nbytes
+            return self._saved.nbytes, self._unmoved.nbytes + self._loaded.nbytes
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes in each place now."""
         with self._lock:
             self._let_go_released()
-            held = {"pending": self._pending, "in_dram": self._in_dram, "loaded": self._loaded}
-            return (
-                {name: budget.nbytes for name, budget in held.items()}
-                | {"idle": self._host.idle_nbytes}
-                | self._tiers.sizes()
-            )
+            return {
+                "pending": self._pending.nbytes,
+                "in_dram": self._in_dram.nbytes,
+                "loaded": self._loaded.nbytes,
+                "idle": self._loaded.host.idle_nbytes,
+            } | self._tiers.sizes()
 
     # Below: with the lock held. Out. ----------------------------------------------------------------------------------
 
+    def _admit(self, saved: SavedBytes) -> Callable[[], None] | None:
+        """Take a range over. Returns what waits for room if there is none yet."""
+        blocking = self._place(saved)
+        if blocking is None:
+            self._saved.add(saved, saved.nbytes)
+            if saved.source is not None:  # or else it was copied at once
+                self._unmoved.add(saved, saved.nbytes)
+            self._trace_bytes()
+        return blocking
+
     def _place(self, saved: SavedBytes) -> Callable[[], None] | None:
         """Let a range stay, or have it copied or written. Returns what waits for room if there is none yet."""
-        nbytes, staged = cost(saved), copying.is_staged_first(saved.device)
+        nbytes, staged = cost(saved), copying.is_staged(saved.device)
         in_dram = nbytes <= self._in_dram.limit
         no_room = self.config.target == "dram" and not (staged and in_dram and self._in_dram.fits(nbytes))
         if self._jobs.closed or self._tiers.broken or no_room:
@@ -402,7 +390,7 @@ class Swapper:
         if is_copied and not self._pending.fits(nbytes):
             return self._oldest_pending()
         if in_dram and is_copied:
-            if busy := self._tiers.busy_blocks(saved.nbytes):
+            if busy := self._staging.busy(saved.nbytes):
                 return partial(wait_for, busy, even_if_failed=True)
             if not self._begin_copy(saved):
                 return None
@@ -412,7 +400,6 @@ class Swapper:
             return None
         self._counters.counts["offloaded"] += 1
         self._counters.counts["offloaded_bytes"] += saved.nbytes
-        self._note_peaks()
         return None
 
     def _make_room_in_dram(self, nbytes: int) -> Callable[[], None] | None:
@@ -439,49 +426,30 @@ class Swapper:
         on its device. Nothing waits: the device copies when it has computed the bytes."""
         started = time.perf_counter()
         try:
-            saved.blocks = self._tiers.take_blocks(saved.nbytes)
-            saved.copied = moving.stage(saved)
-        except BaseException as error:
-            copying.wait_until_left(saved.device)  # a part may have been queued
-            self._tiers.give_blocks(saved)
-            if not isinstance(error, _NO_MEMORY):
-                raise
+            self._staging.begin_copy(saved)
+        except NO_MEMORY as error:
             self._could_not_write(saved, error)
             return False
-        saved.address = saved.source.data_ptr() if saved.source is not None else 0
         self._pending.add(saved, cost(saved))
         self._in_dram.add(saved, cost(saved))
-        self._copying.append(saved)
-        self._trace_queued("copy out", started, saved)
+        note_move(self._trace, "copy out", started, saved)
         self._note_copied()
         return True
 
     def _note_copied(self) -> None:
         """Let go of the memory of ranges that have been copied. Those that newer ranges have displaced are written."""
-        while self._copying and are_reached(self._copying[0].copied):
-            saved = self._copying.popleft()
-            saved.copied = ()
-            self._check_unchanged(saved)
-            saved.source = saved.ready = None
+        for saved in self._staging.copied():
             self._pending.remove(saved)
+            self._unmoved.remove(saved)
             if not (saved in self._in_dram or saved.released or self._jobs.closed):
                 self._begin_write(saved)
-            self._note_place(saved)
-            self._tidy(saved)
-
-    def _check_unchanged(self, saved: SavedBytes) -> None:
-        """Note that a range is lost whose storage was resized while it was copied: its memory was freed before."""
-        source, end = saved.source, saved.origin + saved.nbytes
-        if source is not None and (source.nbytes() < end or source.data_ptr() != saved.address):
-            saved.failure = copying.resized(source, end)
+            self._tiers.tidy(saved)
 
     def _keep_after_all(self, saved: SavedBytes) -> None:
         """Leave a range, which is being copied, where it was saved. Its blocks are given back when they are copied."""
-        self._copying.remove(saved)
         self._pending.remove(saved)
         self._in_dram.remove(saved)
-        self._tiers.give_blocks(saved)
-        saved.copied = ()
+        self._staging.leave(saved)
 
     def _begin_write(self, saved: SavedBytes) -> bool:
         """Have a range written. False if there are no threads, so that the range stays in memory."""
@@ -494,15 +462,24 @@ class Swapper:
         self._pending.add(saved, cost(saved))
         return True
 
+    def _write_displaced(self, saved: SavedBytes) -> Callable[[], None] | None:
+        """Have a range written that was to stay. Returns what waits for room if there is none yet."""
+        if saved.released:
+            return None
+        if not self._pending.fits(cost(saved)):
+            return self._oldest_pending()
+        self._begin_write(saved)
+        return None
+
     def _displaced(self) -> SavedBytes | None:
         """The range that was to stay, is needed last, and is to be written now; None if writing would free no
         memory."""
         self._let_go_released()
         if self._jobs.closed or self._tiers.broken or self.config.target == "dram":
             return None
-        while self._staying:
-            displace = self._staying.popleft()()
-            if displace is not None and (saved := displace()) is not None:
+        while (oldest := next(iter(self._kept), None)) is not None:
+            self._kept.pop(oldest, None)
+            if (saved := oldest.displace()) is not None:
                 return saved
         return None
 
@@ -510,7 +487,7 @@ class Swapper:
         """In a writer thread: write a range, without the lock. Then note what came of it, with the lock held."""
         started = time.perf_counter()
         outcome = self._jobs.write(saved)
-        self._trace_move("write", started, saved, outcome)
+        note_move(self._trace, "write", started, saved, outcome)
         with self._lock:
             self._let_go_released()
             saved.write = None
@@ -522,15 +499,16 @@ class Swapper:
                 self._note_displaced(saved)
             elif not isinstance(outcome, StoppedError):
                 self._could_not_write(saved, outcome)
-            self._note_place(saved)
-            self._tidy(saved)
+            if saved.source is None:
+                self._unmoved.remove(saved)
+            self._tiers.tidy(saved)
             self._trace_bytes()
 
     def _note_displaced(self, saved: SavedBytes) -> None:
         """Count a range that was to stay and has left memory."""
-        if saved.resident is None:
+        if saved.kept is None:
             return
-        saved.resident = None
+        saved.kept = None
         self._saved.add(saved, saved.nbytes)
         counts = self._counters.counts
         counts["offloaded"] += 1
@@ -538,12 +516,11 @@ class Swapper:
         counts["displaced_bytes"] += saved.nbytes
 
     def _note_written(self, saved: SavedBytes, stored: StoredBytes) -> None:
-        counts = self._counters.counts
-        counts["written_bytes"] += stored.nbytes
-        counts[f"{WRITTEN_BY}{stored.backend}"] += stored.nbytes
+        self._counters.counts["written_bytes"] += stored.nbytes
+        self._counters.written_by[stored.backend] += stored.nbytes
         if stored.encoding is not None:
-            counts[f"{ENCODED_BY}{stored.encoding.name}"] += saved.nbytes
-            counts[f"{STORED_BY}{stored.encoding.name}"] += stored.nbytes
+            self._counters.encoded[stored.encoding.name] += saved.nbytes
+            self._counters.encoded_to[stored.encoding.name] += stored.nbytes
         if self.config.codecs:
             self._ratios[saved.mark] = saved.nbytes / max(stored.nbytes, 1)
             if len(self._ratios) > _MOST_RATIOS:
@@ -562,7 +539,7 @@ class Swapper:
         """Leave a range in memory, and report that."""
         self._in_dram.remove(saved)
         counts = self._counters.counts
-        if saved.resident is None:  # or else they were counted when they were saved
+        if saved.kept is None:  # or else they were counted when they were saved
             self._counters.kept["not moved"] += saved.nbytes
         counts["failed_writes"] += 1
         if counts["failed_writes"] == 1:
@@ -581,7 +558,7 @@ class Swapper:
         if saved.source is not None:
             self._take_back(saved)
             copying.check_bounds(saved.source, saved.origin + saved.nbytes)
-            saved.lent = True
+            saved.was_needed = True
             return saved.source, 0
         if saved.loaded is None:
             if saved.read is None and (original := self._original(saved)) is not None:
@@ -589,15 +566,11 @@ class Swapper:
             if self._jobs.closed:
                 raise OffloadError("an activation is needed that was lost when its ActivationOffload was closed")
             if saved.read is None:
-                self._begin_read(saved, urgent=True)
+                self._loaded.bring(saved)
             saved.prefetched = False
             if saved.read is not None:
                 return saved.read
-        assert saved.loaded is not None
-        saved.prefetched = False
-        self._loaded.use(saved)
-        hold_back_current(saved.device, saved.arrived)
-        return saved.loaded, saved.origin - saved.lead
+        return self._loaded.get(saved)
 
     def _take_back(self, saved: SavedBytes) -> None:
         """Leave a range where it was saved, if its write has not begun."""
@@ -605,9 +578,10 @@ class Swapper:
             return
         if saved.copied:
             self._keep_after_all(saved)
-        elif not self._cancel_write(saved):
+        elif self._cancel_write(saved):
+            self._in_dram.remove(saved)
+        else:
             return
-        self._in_dram.remove(saved)
         self._counters.counts["taken_back_bytes"] += saved.nbytes
 
     def _original(self, saved: SavedBytes) -> torch.UntypedStorage | None:
@@ -615,7 +589,7 @@ class Swapper:
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(saved.original.cdata)
         if storage is None or storage.nbytes() < saved.origin + saved.nbytes:  # or resized
             return None
-        if not saved.lent:
+        if not saved.was_needed:
             self.externally_referenced.add(saved.mark)
         return storage
 
@@ -635,175 +609,55 @@ class Swapper:
                 continue
             if saved.failure is not None or self._original(saved) is not None:
                 continue
-            if not self._make_room(saved.nbytes, sooner):
-                return
             try:
-                self._begin_read(saved, urgent=False)
-            except (*_NO_MEMORY, OSError, NoThreadsError):  # read when needed, if possible
+                if not self._loaded.bring_ahead(saved, sooner):
+                    return
+            except (*NO_MEMORY, OSError, NoThreadsError):  # read when needed, if possible
                 return
 
-    def _make_room(self, nbytes: int, sooner: Set[SavedBytes] = frozenset()) -> bool:
-        """Evict ranges that no saved tensor is known to need again, then those that were needed already and will be
-        again, but none that is needed ``sooner``. False if that is not enough."""
-        for was_needed_before in (False, True):
-            for saved in self._loaded.oldest_first():
-                if self._loaded.fits(nbytes):
-                    return True
-                if saved.loaded is None or saved in sooner or saved.prefetched:
-                    continue
-                if was_needed_before or not saved.unread:
-                    self._evict(saved)
-        return self._loaded.fits(nbytes)
-
-    def _begin_read(self, saved: SavedBytes, *, urgent: bool) -> None:
-        """Have a range copied back from its staging blocks, which is queued and needs no thread, or read from its slot.
-        An urgent one, which is needed now, is read before others, and beyond the budget if need be. If there is no
-        memory for it, what was brought back before gives up its own.
-
-        Raises:
-            MemoryError, torch.OutOfMemoryError, OSError: there is no memory to read into.
-        """
-        if urgent:
-            for other in self._loaded.oldest_first():
-                if other.prefetched:
-                    self._cancel_read(other)
-            self._make_room(saved.nbytes)
-        try:
-            self._queue_read(saved, urgent=urgent)
-        except _NO_MEMORY:
-            if not (urgent and self._evict_all()):
-                raise
-            self._queue_read(saved, urgent=True)
-        self._loaded.add(saved, saved.nbytes, beyond=urgent)
-        self._note_place(saved)
-        saved.prefetched = not urgent
-        self._note_peaks()
-
-    def _queue_read(self, saved: SavedBytes, *, urgent: bool) -> None:
-        """Get memory for a range, and have the range copied or read into it. Raises as :meth:`_begin_read`."""
-        if saved.blocks:
-            started = time.perf_counter()
-            target, _ = moving.new_memory(saved, self._host)
-            saved.arrived = moving.unstage(saved, target)
-            saved.loaded = target
-            self._trace_queued("copy in", started, saved)
-        else:
-            reading = Reading.of(saved, self._host)
-            saved.read = self._jobs.submit_read(partial(self._read_in, urgent=urgent), reading)
+    def _submit_read(self, reading: Reading, urgent: bool) -> Future[torch.UntypedStorage | None]:
+        return self._jobs.submit_read(partial(self._read_in, urgent=urgent), reading)
 
     def _read_in(self, reading: Reading, *, urgent: bool) -> torch.UntypedStorage | None:
         """In a reader thread: read a range, without the lock. Then note what came of it, with the lock held. None if
         that was not possible, or is not wanted any more."""
         started = time.perf_counter()
         saved, failure = reading.saved, self._jobs.read(reading)
-        self._trace_move("read", started, saved, reading.stored if failure is None else failure)
+        note_move(self._trace, "read", started, saved, reading.stored if failure is None else failure)
         with self._lock:
             self._let_go_released()
-            saved.read = None
+            self._loaded.note_read(reading, succeeded=failure is None)
             if failure is None:
                 self._counters.counts["read_bytes"] += reading.stored.nbytes
-            if failure is None and not saved.released:
-                saved.loaded = reading.target
-            else:
-                self._evict(saved)
-            is_short = failure is not None and isinstance(failure.__cause__, _NO_MEMORY)
+            is_short = failure is not None and isinstance(failure.__cause__, NO_MEMORY)
             if failure is not None and not isinstance(failure, StoppedError) and (urgent or not is_short):
                 saved.failure = failure  # or else it is read when needed, if possible
-            self._tidy(saved)
+            self._tiers.tidy(saved)
             self._trace_bytes()
         return reading.target if failure is None else None
-
-    def _cancel_read(self, saved: SavedBytes) -> None:
-        """Have a range not read, if its read has not begun."""
-        if saved.read is not None and saved.read.cancel():
-            saved.read = None
-            self._evict(saved)
-            self._tidy(saved)
-
-    def _evict(self, saved: SavedBytes) -> None:
-        if saved.loaded is not None and saved.prefetched and not are_reached(saved.arrived):
-            copying.keep_until_filled(saved.loaded)  # no stream waits for what was read ahead for nothing
-        self._loaded.remove(saved)
-        saved.loaded = None
-        self._note_place(saved)
-
-    def _evict_all(self) -> bool:
-        """Evict all ranges that were brought back. Returns whether there were any."""
-        found = [saved for saved in self._loaded.oldest_first() if saved.loaded is not None]
-        for saved in found:
-            self._evict(saved)
-        return bool(found)
-
-    def _note_place(self, saved: SavedBytes) -> None:
-        """Count a range as away, or not."""
-        if saved in self._saved and saved.is_to_be_read:
-            self._away.add(saved, saved.nbytes)
-        else:
-            self._away.remove(saved)
-
-    def _drop(self, ranges: Iterable[SavedBytes]) -> None:
-        """Let go of ranges that were read ahead for nothing; of those that are being read, when room is needed."""
-        for saved in ranges:
-            if not saved.prefetched:
-                continue
-            self._cancel_read(saved)
-            if saved.loaded is not None:
-                self._evict(saved)
-            saved.prefetched = False
 
     # Ends, and numbers. -----------------------------------------------------------------------------------------------
 
     def _let_go_released(self) -> None:
         """Give back what ranges take that no graph needs any more, or that have been copied."""
-        self._host.trim()
+        self._loaded.host.trim()
         self._note_copied()
-        self._tiers.take_back_blocks()
+        self._staging.collect()
         while self._released:
             saved = self._released.popleft()
             saved.released, saved.unread = True, 0
-            self._saved.remove(saved)
-            self._note_place(saved)
-            self._in_dram.remove(saved)
+            for budget in (self._saved, self._unmoved, self._in_dram):
+                budget.remove(saved)
             self._cancel_write(saved)
-            self._cancel_read(saved)
+            self._loaded.cancel(saved)
             if saved.read is None:
-                self._evict(saved)
-            self._tidy(saved)
-
-    def _tidy(self, saved: SavedBytes) -> None:
-        """Give back what a range needs no more, once no job uses the range."""
-        if saved.write is not None or saved.read is not None:
-            return
-        if saved.released or saved.source is not None or saved.stored is not None:
-            self._tiers.give_blocks(saved)
-        if saved.released:
-            stored, saved.stored = saved.stored, None
-            if stored is not None:
-                self._tiers.free(stored.slot)
-            saved.source = None
+                self._loaded.evict(saved)
+            self._tiers.tidy(saved)
 
     def _count_hit(self, saved: SavedBytes) -> None:
         if saved.is_away:
             late = "prefetch_late" if saved.read is not None else "misses"
             self._counters.counts["prefetch_hits" if saved.loaded is not None else late] += 1
-
-    def _trace_move(self, what: str, started: float, saved: SavedBytes, outcome: StoredBytes | Exception) -> None:
-        """Record that this thread has moved a range to or from its copy on the SSD, or tried to."""
-        if self._trace is None:
-            return
-        found: dict[str, Any] = {"tensor": saved.position, "memory_bytes": saved.nbytes, "dtype": str(saved.dtype)}
-        if isinstance(outcome, StoredBytes):
-            found |= {"bytes": outcome.nbytes, "backend": outcome.backend}
-            if outcome.encoding is not None:
-                found["codec"] = outcome.encoding.name
-        else:
-            found["failed"] = str(outcome) or type(outcome).__name__
-        self._trace.complete(what, started, **found)
-
-    def _trace_queued(self, what: str, started: float, saved: SavedBytes) -> None:
-        """Record that this thread has queued copies of a range."""
-        if self._trace is not None:
-            self._trace.complete(what, started, tensor=saved.position, memory_bytes=saved.nbytes)
 
     def _trace_bytes(self) -> None:
         """Record how many bytes are where."""
@@ -813,12 +667,6 @@ class Swapper:
                 "pending": self._pending.nbytes, "staging": sizes["staged"], "loaded": self._loaded.nbytes,
                 "dram": self._in_dram.nbytes, "on SSD": sizes["on_ssd"],
             })  # fmt: skip
-
-    def _note_peaks(self) -> None:
-        self._trace_bytes()
-        self._counters.note_peak("peak_pending_bytes", self._pending.nbytes)
-        self._counters.note_peak("peak_dram_bytes", self._in_dram.nbytes)
-        self._counters.note_peak("peak_loaded_bytes", self._loaded.nbytes)
 
 
 def _wait_until_done(jobs: Iterable[Future[Any]]) -> None:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-
-import torch
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from fastensor.backends import registry
 from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, BufferPool
-from fastensor.backends.streams import Event, are_reached
 from fastensor.errors import OffloadError
 from fastensor.files.budgets import available_memory
 from fastensor.files.launchers import local_processes
 from fastensor.files.words import human_size
-from fastensor.offload import copying
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.slots import Slot, SlotFiles
+from fastensor.offload.staging import Staging, in_blocks
 from fastensor.offload.statistics import Counters
 from fastensor.select.context import Context, Operation
 from fastensor.select.current import current_selector
@@ -27,8 +23,6 @@ from fastensor.select.selector import Selector
 from fastensor.select.transfer import Transfer
 
 _SHARE_OF_FREE_MEMORY = 0.5
-_GROWTH_NBYTES = 64 << 20
-"""Bytes by which staging memory grows, within the budgets."""
 _logger = logging.getLogger("fastensor")
 
 
@@ -52,11 +46,8 @@ class StorageTiers:
         self._slots: SlotFiles | None = None
         self._selector: Selector | None = None
         """None if the user has named a backend."""
-        self._staged = BufferPool(
-            lambda: in_blocks(self.dram_nbytes) + config.staging_nbytes // BUFFER_NBYTES * BUFFER_NBYTES
-        )
-        self._leaving: deque[tuple[Sequence[Event], list[Buffer], torch.UntypedStorage | None]] = deque()
-        """Blocks that are given back when events are reached: devices copy from them, or to them from a storage."""
+        staging_nbytes = config.staging_nbytes // BUFFER_NBYTES * BUFFER_NBYTES
+        self.staging = Staging(lambda: in_blocks(self.dram_nbytes) + staging_nbytes)
         self._bounce_nbytes = threads * BUFFER_NBYTES
         self._bounce = BufferPool(lambda: self._bounce_nbytes)
         self.broken = ""
@@ -91,7 +82,7 @@ class StorageTiers:
     def sizes(self) -> dict[str, int]:
         """Bytes of memory, of slots in use, and of space that the files take."""
         return {
-            "staged": self._staged.nbytes + self._bounce.nbytes,
+            "staged": self.staging.pool.nbytes + self._bounce.nbytes,
             "on_ssd": self._slots.used_nbytes if self._slots else 0,
             "reserved_on_ssd": self._slots.reserved_nbytes if self._slots else 0,
         }
@@ -137,48 +128,17 @@ class StorageTiers:
         if self._slots is not None:
             self._slots.free(slot)
 
-    def busy_blocks(self, nbytes: int) -> Sequence[Event]:
-        """Events to wait for before :meth:`take_blocks` has so many blocks; none if that may be called now."""
-        with suppress(MemoryError):  # which take_blocks raises
-            self._reserve(in_blocks(nbytes))
-        self.take_back_blocks()
-        return self._leaving[0][0] if self._leaving and self._staged.free_nbytes < in_blocks(nbytes) else ()
-
-    def _reserve(self, nbytes: int) -> None:
-        wanted = self._staged.nbytes - self._staged.free_nbytes + nbytes
-        if wanted > self._staged.nbytes:  # much at once: it is pinned at once, and ranges find neighbours in it
-            self._staged.reserve(max(wanted, self._staged.nbytes + _GROWTH_NBYTES))
-
-    def take_blocks(self, nbytes: int) -> list[Buffer]:
-        """Staging blocks for ``nbytes``.
-
-        Raises:
-            MemoryError: ranges whose write has failed hold the blocks, or the system gives no memory.
-        """
-        wanted = in_blocks(nbytes)
-        self._reserve(wanted)
-        if self._staged.free_nbytes < wanted:
-            raise MemoryError("no staging memory is left: activations that could not be written hold it")
-        blocks: list[Buffer] = []
-        while len(blocks) < wanted // BUFFER_NBYTES:
-            self._staged.take(blocks)
-        return sorted(blocks, key=lambda block: block.address)  # neighbours are copied at once
-
-    def give_blocks(self, saved: SavedBytes) -> None:
-        """Take back the staging blocks of a range, when the copies from them and to them are done that are queued now.
-        Nothing else uses them any more."""
-        if not saved.blocks:
+    def tidy(self, saved: SavedBytes) -> None:
+        """Give back what a range needs no more, once no job uses the range."""
+        if saved.write is not None or saved.read is not None:
             return
-        source = saved.source if saved.copied else None
-        self._leaving.append(((*saved.copied, *saved.arrived), saved.blocks, source))
-        saved.blocks = []
-        self.take_back_blocks()
-
-    def take_back_blocks(self) -> None:
-        """Take back blocks that no copy uses any more."""
-        while self._leaving and are_reached(self._leaving[0][0]):
-            for block in self._leaving.popleft()[1]:
-                self._staged.give(block)
+        if saved.released or saved.source is not None or saved.stored is not None:
+            self.staging.give(saved)
+        if saved.released:
+            saved.source = None
+            stored, saved.stored = saved.stored, None
+            if stored is not None:
+                self.free(stored.slot)
 
     @contextmanager
     def bounce_block(self) -> Iterator[Buffer]:
@@ -192,31 +152,14 @@ class StorageTiers:
         if self._slots is not None:
             self._slots.forget()
 
-    def leaving(self) -> list[Event]:
-        """Events to wait for before :meth:`close`."""
-        return [event for events, _, _ in self._leaving for event in events]
-
     def close(self) -> None:
         """Give everything back. No job runs any more, and no copy."""
         self._closed = True
-        while self._leaving:
-            for block in self._leaving.popleft()[1]:
-                self._staged.give(block)
         slots, self._slots = self._slots, None
         if slots is not None:
             slots.close()
-        self._staged.close()
+        self.staging.close()
         self._bounce.close()
-
-
-def in_blocks(nbytes: int) -> int:
-    """What ``nbytes`` take in whole blocks."""
-    return -(-nbytes // BUFFER_NBYTES) * BUFFER_NBYTES
-
-
-def cost(saved: SavedBytes) -> int:
-    """The bytes that a range takes of budgets of host memory: whole blocks if it is copied to blocks."""
-    return in_blocks(saved.nbytes) if copying.is_staged_first(saved.device) else saved.nbytes
 
 
 def _dram_budget(config: OffloadConfig) -> int:

@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ import torch
 from fastensor.errors import OffloadError
 from fastensor.files.atomic import NewFile
 from fastensor.files.launchers import rank_and_world_size
+from fastensor.offload.saved import SavedBytes, StoredBytes
 
 MOST_EVENTS = 1 << 16
 """Events after which a trace ends. They take about 30 MB of memory."""
@@ -51,28 +52,12 @@ class Interval:
             self.begin, self.thread = self.end, threading.get_native_id()
 
 
+@dataclass(slots=True)
 class TracedPass:
     """Times at which a forward pass has saved tensors, and its backward pass has needed them."""
 
-    def __init__(self) -> None:
-        self.forward = Interval()
-        self.backward = Interval()
-
-
-@dataclass(frozen=True, slots=True)
-class _Event:
-    phase: str
-    name: str
-    begin: float
-    seconds: float
-    thread: int
-    arguments: Mapping[str, Any]
-
-    def as_json(self, origin: float) -> dict[str, Any]:
-        found = _event(self.phase, self.name, self.begin - origin, self.thread)
-        if self.phase == "X":
-            found |= {"cat": "offload", "dur": _microseconds(self.seconds)}
-        return found | {"args": dict(self.arguments)}
+    forward: Interval = field(default_factory=Interval)
+    backward: Interval = field(default_factory=Interval)
 
 
 class Trace:
@@ -94,7 +79,8 @@ class Trace:
             raise OffloadError(f"the trace cannot be written to {path!r}, which is a folder. Name a file in it")
         self._process = os.getpid()
         self._origin = time.perf_counter()
-        self._events: list[_Event] = []
+        self._events: list[tuple[str, str, float, float, int, Mapping[str, Any]]] = []
+        """Phase, name, beginning, seconds, thread and arguments of each."""
         self._passes: list[TracedPass] = []
         self._threads: dict[int, str] = {}
         self._counted: dict[str, Mapping[str, int]] = {}
@@ -172,7 +158,7 @@ class Trace:
         thread = threading.get_native_id()
         if thread not in self._threads:
             self._threads[thread] = threading.current_thread().name
-        self._events.append(_Event(phase, name, begin, seconds, thread, arguments))
+        self._events.append((phase, name, begin, seconds, thread, arguments))
         if len(self._events) >= MOST_EVENTS:
             self.is_full = True
             _logger.warning("the trace ends here, because it has %d events", MOST_EVENTS)
@@ -198,8 +184,33 @@ class Trace:
                 for phase, moment in (("b", interval.begin), ("e", interval.end)):
                     event = _event(phase, name, moment - self._origin, interval.thread)
                     yield event | {"cat": "pass", "id": 2 * number + (name == "backward"), "args": {"pass": number}}
-        for recorded in self._events[:MOST_EVENTS]:
-            yield recorded.as_json(self._origin)
+        for phase, name, begin, seconds, thread, arguments in self._events[:MOST_EVENTS]:
+            event = _event(phase, name, begin - self._origin, thread) | {"args": dict(arguments)}
+            yield event | {"cat": "offload", "dur": _microseconds(seconds)} if phase == "X" else event
+
+
+def note_move(
+    trace: Trace | None, what: str, started: float, saved: SavedBytes, outcome: StoredBytes | Exception | None = None
+) -> None:
+    """Record in a trace, if there is one, what this thread has done for a range.
+
+    Args:
+        trace: where that is recorded.
+        what: was done.
+        started: when it began.
+        saved: the range.
+        outcome: its copy on the SSD, if it was moved to it or from it; or why not.
+    """
+    if trace is None:
+        return
+    found: dict[str, Any] = {"tensor": saved.position, "memory_bytes": saved.nbytes, "dtype": str(saved.dtype)}
+    if isinstance(outcome, StoredBytes):
+        found |= {"bytes": outcome.nbytes, "backend": outcome.backend}
+        if outcome.encoding is not None:
+            found["codec"] = outcome.encoding.name
+    elif outcome is not None:
+        found["failed"] = str(outcome) or type(outcome).__name__
+    trace.complete(what, started, **found)
 
 
 def memory_in_use() -> dict[str, int]:
