@@ -326,7 +326,7 @@ def test_memory_for_what_comes_next_is_bounded_at_all_times(make: Any) -> None:
     again.backward()
     del again
     x.grad = None
-    idle = offload._engine.swapper(torch.device("cpu"))._host
+    idle = offload._engine.swapper(torch.device("cpu"))._loaded.host
     with offload.step():
         x.exp()
     assert sum(map(len, idle._returned)) + idle._idle_nbytes <= 100_000
