@@ -327,7 +327,7 @@ def test_the_first_touch_of_memory_takes_time() -> None:
 def test_only_ranges_that_were_written_until_they_are_needed_have_moved(away: bool) -> None:
     storage = torch.UntypedStorage(100)
     saved = SavedBytes(100, 0, storage.device, StorageWeakRef(storage), storage)  # type: ignore[no-untyped-call]
-    saved.stored = StoredBytes(cast(slots.Slot, None), "numpy", 0, 60)
+    saved.stored = StoredBytes(cast(slots.FileSlot, None), "numpy", 0, 60)
     saved.source = None if away else storage
     record = PassRecord()
     forward = ForwardPass(cast(Swapper, None), lambda form, positions: PrefetchSchedule([]), record)

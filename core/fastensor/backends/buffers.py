@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastensor.backends.memory import populate
+from fastensor.backends.memory import MADV_WIPEONFORK, map_private, populate
 from fastensor.files.words import human_size
 
 BUFFER_NBYTES = 4 << 20
@@ -30,8 +30,6 @@ BUFFER_NBYTES = 4 << 20
 BUFFER_COUNT = 8
 """The most buffers that one transfer uses."""
 _HUGE_PAGE = 2 << 20
-_MADV_WIPEONFORK = 18
-"""Linux 4.14. A fork during a direct transfer into shared pages would leave the bytes with the child (open(2))."""
 _logger = logging.getLogger("fastensor")
 
 
@@ -333,10 +331,7 @@ class BufferPool:
 
 def map_buffers(count: int) -> list[Buffer]:
     """Buffers in one private mapping, which uses whole huge pages. Forked children find the mapping empty."""
-    memory = mmap.mmap(-1, count * BUFFER_NBYTES + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in (_MADV_WIPEONFORK, mmap.MADV_HUGEPAGE):
-        with contextlib.suppress(OSError):  # this kernel does not have it
-            memory.madvise(advice)
+    memory = map_private(count * BUFFER_NBYTES + _HUGE_PAGE, MADV_WIPEONFORK, mmap.MADV_HUGEPAGE)
     _mappings.add(memory)
     address = int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
     slab = _Slab(memory, -address % _HUGE_PAGE, count * BUFFER_NBYTES)

@@ -168,7 +168,8 @@ class DeviceStager:
 
 class _DeviceBuffers:
     """The buffers of one transfer on a device. They are one allocation in a memory pool of its own, because libcufile
-    registers all of what torch has got from the driver at once."""
+    registers all of what torch has got from the driver at once. So they are lent together, unlike those of a
+    :class:`~fastensor.backends.buffers.BufferPool`, which are pieces of memory of the host."""
 
     def __init__(self, device: torch.device, prepare: Prepare) -> None:
         self.process = os.getpid()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -16,6 +17,8 @@ from isal import isal_zlib
 
 from fastensor.files import posix
 
+MADV_WIPEONFORK, MADV_KEEPONFORK = 18, 19
+"""Linux 4.14. A fork during a direct transfer into shared pages would leave the bytes with the child (open(2))."""
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _WORTH_POPULATING_NBYTES = 64 << 10
@@ -33,6 +36,24 @@ _mmap.restype = ctypes.c_void_p
 _munmap = _libc.munmap
 _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def map_private(nbytes: int, *advice: int) -> mmap.mmap:
+    """New memory of this process, which is unmapped when nothing uses it any more. See :func:`advise`.
+
+    Raises:
+        OSError: there is no memory.
+    """
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    advise(memory, *advice)
+    return memory
+
+
+def advise(memory: mmap.mmap, *advice: int) -> None:
+    """Give the kernel advice on memory, as far as the kernel takes it (``madvise``)."""
+    for one in advice:
+        with contextlib.suppress(OSError):  # this kernel does not have it
+            memory.madvise(one)
 
 
 def populate(address: int, nbytes: int) -> None:

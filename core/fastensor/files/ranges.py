@@ -6,6 +6,8 @@ in units of the lender's alignment.
 
 from __future__ import annotations
 
+import sys
+
 _SUBCLASS_BITS = 5
 
 
@@ -15,7 +17,7 @@ def class_of(size: int) -> int:
     >>> [class_of(size) for size in (1, 63, 64, 65, 66, 127, 128)]
     [1, 63, 64, 64, 65, 95, 96]
     """
-    power = _power(size)
+    power = max(size.bit_length() - 1 - _SUBCLASS_BITS, 0)
     return (power << _SUBCLASS_BITS) + (size >> power)
 
 
@@ -25,7 +27,7 @@ def rounded(size: int) -> int:
     >>> [rounded(size) for size in (1, 63, 64, 65, 66, 127, 128)]
     [1, 63, 64, 66, 66, 128, 128]
     """
-    power = _power(size)
+    power = max(size.bit_length() - 1 - _SUBCLASS_BITS, 0)
     return -(-size >> power) << power
 
 
@@ -35,12 +37,8 @@ def rounded_down(size: int) -> int:
     >>> [rounded_down(size) for size in (1, 63, 64, 65, 66, 127, 128)]
     [1, 63, 64, 64, 66, 126, 128]
     """
-    power = _power(size)
+    power = max(size.bit_length() - 1 - _SUBCLASS_BITS, 0)
     return size >> power << power
-
-
-def _power(size: int) -> int:
-    return max(size.bit_length() - 1 - _SUBCLASS_BITS, 0)
 
 
 class FreeRanges:
@@ -52,7 +50,7 @@ class FreeRanges:
 
     Args:
         count: the numbers from 0 to this one are free.
-        border: ranges on the two sides of a multiple of it are not merged; 0 if all neighbours are.
+        border: ranges on the two sides of a multiple of it are not merged.
 
     >>> free = FreeRanges(50, border=25)
     >>> free.add(50, 10), free.take(45), free.take(10), free.take(8), free.free
@@ -61,7 +59,7 @@ class FreeRanges:
     ((0, 20), (0, 25), (25, 25), 50)
     """
 
-    def __init__(self, count: int = 0, *, border: int = 0) -> None:
+    def __init__(self, count: int = 0, *, border: int = sys.maxsize) -> None:
         self._border = border
         self._sizes: dict[int, int] = {}
         """Of each range, by where it begins."""
@@ -105,10 +103,10 @@ class FreeRanges:
         """
         was_free = begin in self._sizes or begin + size in self._begins
         assert not was_free, f"{begin} was free already"
-        if self._may_merge(begin) and (before := self._begins.get(begin)) is not None:
+        if begin % self._border and (before := self._begins.get(begin)) is not None:
             size += self.remove(before)
             begin = before
-        if self._may_merge(begin + size) and begin + size in self._sizes:
+        if (begin + size) % self._border and begin + size in self._sizes:
             size += self.remove(begin + size)
         self._insert(begin, size)
         return begin, size
@@ -125,9 +123,6 @@ class FreeRanges:
             del self._classes[number]
             self._present &= ~(1 << number)
         return size
-
-    def _may_merge(self, at: int) -> bool:
-        return not self._border or at % self._border != 0
 
     def _insert(self, begin: int, size: int) -> None:
         self._sizes[begin] = size

@@ -19,7 +19,7 @@ from fastensor.offload.codecs import DamagedPieceError, MeasuredEncoding
 from fastensor.offload.copying import bytes_of, queued
 from fastensor.offload.moving import Piece, Reading, whole
 from fastensor.offload.saved import EncodedPiece, SavedBytes, StoredBytes
-from fastensor.offload.slots import Slot
+from fastensor.offload.slots import FileSlot
 
 
 def measure(saved: SavedBytes, wanted: Set[str]) -> MeasuredEncoding | None:
@@ -48,7 +48,7 @@ def slot_nbytes(measured: MeasuredEncoding) -> int:
 def write(
     saved: SavedBytes,
     measured: MeasuredEncoding,
-    slot: Slot,
+    slot: FileSlot,
     slots: Slots,
     bounce: Buffer,
     todo: Iterable[Piece],

@@ -1,7 +1,8 @@
 """Host memory that activations are read into, without a copy between, and that is reused.
 
 The first touch of memory costs more than reading into it. So the memory of a freed tensor is kept for the next tensor
-of its size.
+of its size. Whoever holds the tensor holds the memory, as long as it likes: a
+:class:`~fastensor.backends.buffers.BufferPool` lends pieces of one size for the length of a transfer.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from functools import cache
 import numpy as np
 import torch
 
+from fastensor.backends.memory import MADV_KEEPONFORK, MADV_WIPEONFORK, advise, map_private
 from fastensor.files.budgets import available_memory
 from fastensor.files.launchers import local_processes
 from fastensor.offload.copying import PAGE_NBYTES
@@ -29,8 +31,6 @@ _MAPPED_FROM = 1 << 20
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 _FAULTED_PAGES = 1024
 """Pages whose first touch is timed."""
-_MADV_WIPEONFORK, _MADV_KEEPONFORK = 18, 19
-"""A fork during a direct read into shared pages would leave the bytes with the child (open(2))."""
 _logger = logging.getLogger("fastensor")
 _beside_heap = 0
 """Bytes of this process's memory that were not the C library's when it returned what was free: those of other
@@ -52,7 +52,7 @@ def page_fault_seconds() -> float:
     least of three times."""
     seconds = []
     for _ in range(3):
-        with contextlib.closing(_mapped(_FAULTED_PAGES * mmap.PAGESIZE)) as memory:
+        with contextlib.closing(map_private(_FAULTED_PAGES * mmap.PAGESIZE)) as memory:
             array = np.frombuffer(memory, dtype=np.uint8)
             started = time.perf_counter()
             array[:: mmap.PAGESIZE] = 1
@@ -145,7 +145,7 @@ def keep_on_fork(memory: memoryview) -> None:
     """Let children that are forked from now on see the contents of memory that :class:`HostMemory` gave out, and that
     is filled by now."""
     assert isinstance(memory.obj, mmap.mmap)
-    _advise(memory.obj, _MADV_KEEPONFORK)
+    advise(memory.obj, MADV_KEEPONFORK)
 
 
 class HostMemory:
@@ -186,22 +186,17 @@ class HostMemory:
         self._closed, self._budget = True, 0
         self.trim()
 
-    def trim(self) -> None:
-        """Collect the memory of freed storages, and return to the system what exceeds the budget."""
+    def trim(self, most: int | None = None) -> None:
+        """Collect the memory of freed storages, and return to the system what exceeds ``most``, or the budget."""
+        most = self._budget if most is None else most
         while self._returned:
             memory = self._returned.popleft()
             self._idle.setdefault(len(memory), []).append(memory)
             self._idle_nbytes += len(memory)
-        while self._idle and self._idle_nbytes > self._budget:
+        while self._idle and self._idle_nbytes > most:
             nbytes = next(iter(self._idle))
             same = self._idle.pop(nbytes)
             self._idle_nbytes -= nbytes * len(same)
-
-    def drop_idle(self) -> None:
-        """Return the memory that is kept for later to the system."""
-        self.trim()
-        self._idle.clear()
-        self._idle_nbytes = 0
 
     def _take(self, nbytes: int) -> mmap.mmap:
         if same := self._idle.get(nbytes):
@@ -210,8 +205,8 @@ class HostMemory:
         else:
             memory = self._mapped(nbytes)
             if nbytes >= _HUGE_PAGES_FROM:
-                _advise(memory, mmap.MADV_HUGEPAGE)
-        _advise(memory, _MADV_WIPEONFORK)
+                advise(memory, mmap.MADV_HUGEPAGE)
+        advise(memory, MADV_WIPEONFORK)
         return memory
 
     def _mapped(self, nbytes: int) -> mmap.mmap:
@@ -221,23 +216,14 @@ class HostMemory:
             OSError: there is no memory.
         """
         try:
-            return _mapped(nbytes)
+            return map_private(nbytes)
         except OSError:
             if not self._idle_nbytes:
                 raise
-            self.drop_idle()
-            return _mapped(nbytes)
+            self.trim(0)
+            return map_private(nbytes)
 
     def _give_back(self, memory: mmap.mmap) -> None:
         """Called by finalizers, which must not wait."""
         if not self._closed:
             self._returned.append(memory)
-
-
-def _mapped(nbytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-
-
-def _advise(memory: mmap.mmap, advice: int) -> None:
-    with contextlib.suppress(OSError):  # this kernel does not have it
-        memory.madvise(advice)

@@ -30,7 +30,7 @@ from fastensor.offload.config import OffloadConfig
 from fastensor.offload.host_memory import keep_on_fork
 from fastensor.offload.moving import Piece, Reading
 from fastensor.offload.saved import SavedBytes, StoredBytes
-from fastensor.offload.slots import Slot
+from fastensor.offload.slots import FileSlot
 from fastensor.offload.staging import cost
 from fastensor.offload.statistics import Counters
 from fastensor.offload.tiers import StorageTiers
@@ -231,7 +231,7 @@ class Jobs:
         return StoredBytes(slot, backend, 0, sum(measured.sizes), measured.encoding, pieces)
 
     @contextmanager
-    def _slot(self, nbytes: int) -> Iterator[Slot]:
+    def _slot(self, nbytes: int) -> Iterator[FileSlot]:
         """A new slot, which is given back if the block raises."""
         with self._lock:
             slot = self._tiers.allocate(nbytes)

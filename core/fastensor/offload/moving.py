@@ -26,7 +26,7 @@ from fastensor.offload import copying
 from fastensor.offload.copying import bytes_of, copy_in, copy_out, crc32_of, pages_of, resized
 from fastensor.offload.host_memory import HostMemory
 from fastensor.offload.saved import SavedBytes, StoredBytes
-from fastensor.offload.slots import ALIGNMENT, Slot
+from fastensor.offload.slots import ALIGNMENT, FileSlot
 
 PIECE_NBYTES = BUFFER_NBYTES
 """The most bytes of a piece, which fits into a staging block."""
@@ -109,7 +109,7 @@ def unstage(saved: SavedBytes, target: torch.UntypedStorage) -> Sequence[Event]:
 
 
 def write(
-    saved: SavedBytes, slot: Slot, slots: Slots, bounce: Buffer | None, todo: Iterable[Piece], *, checksum: bool
+    saved: SavedBytes, slot: FileSlot, slots: Slots, bounce: Buffer | None, todo: Iterable[Piece], *, checksum: bool
 ) -> int:
     """Write a range to a slot, from ``blocks`` or else from ``source``.
 
@@ -223,7 +223,7 @@ def _moves_device_memory(slots: Slots, device: torch.device) -> TypeGuard[Device
 
 
 def _write_from_device(
-    saved: SavedBytes, slot: Slot, slots: DeviceSlots, todo: Iterable[Piece], *, checksum: bool
+    saved: SavedBytes, slot: FileSlot, slots: DeviceSlots, todo: Iterable[Piece], *, checksum: bool
 ) -> int:
     assert saved.source is not None
     _wait_for(saved.ready)

@@ -15,7 +15,7 @@ from fastensor.backends.streams import Event
 from fastensor.errors import OffloadError
 from fastensor.offload.codecs import Encoding
 from fastensor.offload.planner import KeptBytes
-from fastensor.offload.slots import Slot
+from fastensor.offload.slots import FileSlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class EncodedPiece:
 class StoredBytes:
     """A complete copy on the SSD."""
 
-    slot: Slot
+    slot: FileSlot
     backend: str
     """The backend that has written the slot."""
     crc32: int

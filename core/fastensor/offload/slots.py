@@ -54,7 +54,7 @@ class SlotFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class FileSlot:
     """A part of one of the files, which holds one range of bytes."""
 
     file: SlotFile
@@ -94,7 +94,7 @@ class SlotFiles:
         """Bytes that the files take on the disks."""
         return sum(file.reserved_nbytes for file in self.files)
 
-    def allocate(self, nbytes: int) -> Slot | None:
+    def allocate(self, nbytes: int) -> FileSlot | None:
         """A place for ``nbytes``, in the files in turn; None if no file has room.
 
         Raises:
@@ -113,12 +113,12 @@ class SlotFiles:
                 file.free.add(begin, units)
                 failure = error.with_traceback(None)
                 continue
-            return Slot(file, Extent(begin * ALIGNMENT, (begin + units) * ALIGNMENT))
+            return FileSlot(file, Extent(begin * ALIGNMENT, (begin + units) * ALIGNMENT))
         if failure is not None:
             raise failure
         return None
 
-    def free(self, slot: Slot) -> None:
+    def free(self, slot: FileSlot) -> None:
         """Give a place back. Nothing reads or writes it any more."""
         slot.file.free.add(slot.extent.begin // ALIGNMENT, (slot.extent.end - slot.extent.begin) // ALIGNMENT)
 

@@ -44,7 +44,7 @@ class Staging:
         """Events to wait for before :meth:`take` has so many bytes; none if that may be called now."""
         with suppress(MemoryError):  # which take raises
             self._reserve(in_blocks(nbytes))
-        self.collect()
+        self._collect()
         return self._leaving[0][0] if self._leaving and self.pool.free_nbytes < in_blocks(nbytes) else ()
 
     def take(self, saved: SavedBytes) -> None:
@@ -80,7 +80,9 @@ class Staging:
         self.copying.append(saved)
 
     def copied(self) -> Iterator[SavedBytes]:
-        """Ranges that have been copied, each once. Nothing holds the memory any more that they were saved in."""
+        """Take back blocks that no copy uses any more. Returns ranges that were copied, each once. Nothing holds the
+        memory any more that they were saved in."""
+        self._collect()
         while self.copying and are_reached(self.copying[0].copied):
             saved = self.copying.popleft()
             saved.copied = ()
@@ -101,9 +103,9 @@ class Staging:
             source = saved.source if saved.copied else None
             self._leaving.append(((*saved.copied, *saved.arrived), saved.blocks, source))
             saved.blocks = []
-            self.collect()
+            self._collect()
 
-    def collect(self) -> None:
+    def _collect(self) -> None:
         """Take back blocks that no copy uses any more."""
         while self._leaving and are_reached(self._leaving[0][0]):
             self._take_back()

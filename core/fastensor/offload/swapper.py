@@ -642,7 +642,6 @@ class Swapper:
         """Give back what ranges take that no graph needs any more, or that have been copied."""
         self._loaded.host.trim()
         self._note_copied()
-        self._staging.collect()
         while self._released:
             saved = self._released.popleft()
             saved.released, saved.unread = True, 0

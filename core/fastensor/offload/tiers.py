@@ -14,7 +14,7 @@ from fastensor.files.launchers import local_processes
 from fastensor.files.words import human_size
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.saved import SavedBytes
-from fastensor.offload.slots import Slot, SlotFiles
+from fastensor.offload.slots import FileSlot, SlotFiles
 from fastensor.offload.staging import Staging, in_blocks
 from fastensor.offload.statistics import Counters
 from fastensor.select.context import Context, Operation
@@ -110,7 +110,7 @@ class StorageTiers:
             learn=learn,
         )
 
-    def allocate(self, nbytes: int) -> Slot:
+    def allocate(self, nbytes: int) -> FileSlot:
         """A slot for so many bytes.
 
         Raises:
@@ -123,7 +123,7 @@ class StorageTiers:
         self._counters.note_peak("peak_ssd_bytes", self.slots.used_nbytes)
         return slot
 
-    def free(self, slot: Slot) -> None:
+    def free(self, slot: FileSlot) -> None:
         """Give a slot back, which nothing reads or writes any more."""
         if self._slots is not None:
             self._slots.free(slot)
