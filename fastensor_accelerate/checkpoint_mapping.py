@@ -35,8 +35,8 @@ class Order:
     """Predicts which tensor is asked for next. What followed a tensor the last time follows it again.
 
     Requests have no end, and parts of them repeat, as a decoder does for each token. That is why this is no
-    :class:`fastensor.offload.prefetch_schedule.PrefetchSchedule`, whose order has an end, has tensors as often as they are
-    needed, and allows for what comes a little later.
+    :class:`fastensor.offload.prefetch_schedule.PrefetchSchedule`, which ends, has a tensor as often as it is needed,
+    and allows for what comes a little later.
 
     Args:
         guess: the order in which tensors are asked for the first time, as far as it is known.
