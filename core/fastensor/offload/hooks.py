@@ -72,7 +72,7 @@ class RangeHandle:
     records: list[weakref.ref[MovableTensor]] = field(default_factory=list)
     """The graphs' records of tensors that stay, which change if the bytes leave."""
     was_needed: bool = False
-    """Whether a backward pass has got a tensor that stays, and may keep it alive."""
+    """True if a backward pass has got a tensor that stays, and may keep it alive."""
 
     def leave(self, tensor: torch.Tensor) -> SavedBytes:
         """The range of a tensor on these bytes, which the caller has to move."""

@@ -1,4 +1,4 @@
-"""What comes back to memory: ranges that threads read from slots, or that devices copy from staging blocks."""
+"""Ranges that come back to memory: threads read them from slots, or devices copy them from staging blocks."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def _check_unchanged(saved: SavedBytes) -> None:
 
 
 def in_blocks(nbytes: int) -> int:
-    """What ``nbytes`` take in whole blocks."""
+    """``nbytes`` in whole blocks."""
     return -(-nbytes // BUFFER_NBYTES) * BUFFER_NBYTES
 
 

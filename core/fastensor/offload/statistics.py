@@ -100,7 +100,7 @@ class Counters:
             self.counts[name] = nbytes
 
     def transfers(self) -> Mapping[str, float]:
-        """What transfers have taken so far: ``written_bytes`` and ``read_bytes``; ``write_seconds`` and
+        """Totals of transfers so far: ``written_bytes`` and ``read_bytes``; ``write_seconds`` and
         ``read_seconds``, in which at least one was under way; ``cpu_seconds`` of the threads that move bytes;
         ``hook_seconds`` of training threads, without waiting; ``offloaded`` ranges and ``offloaded_bytes``; and
         ``page_faults``, the pages that the process has touched first, whatever for."""
