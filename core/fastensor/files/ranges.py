@@ -62,20 +62,20 @@ class FreeRanges:
     def __init__(self, count: int = 0, *, border: int = sys.maxsize) -> None:
         self._border = border
         self._sizes: dict[int, int] = {}
-        """Of each range, by where it begins."""
+        """Size of each range, by its offset."""
         self._begins: dict[int, int] = {}
-        """Of each range, by where it ends."""
+        """Offset of each range, by its end."""
         self._classes: dict[int, dict[int, None]] = {}
-        """Where the ranges of each class begin."""
+        """Offsets of the ranges of each class."""
         self._present = 0
         """A bit for each class that has ranges."""
         self.free = 0
-        """How many numbers are free."""
+        """Count of free numbers."""
         if count:
             self._insert(0, count)
 
     def take(self, size: int) -> int | None:
-        """Where a range begins that was free until now; None if no free range is large enough.
+        """Beginning of a range that was free until now; None if no free range is large enough.
 
         Args:
             size: of the range, at least 1.

@@ -71,7 +71,7 @@ class OffloadEngine:
         self.planner = Planner(self.config, self._rates, self._unallocated_gradients)
         self._forward_passes = 0
         self._window_start = self._counters.transfers()
-        """What transfers had taken when their rates were last found out."""
+        """Totals of transfers when their rates were last found out."""
         self._latest_rates: TransferRates | None = None
         self._begun = time.monotonic()
         self._warned_of_wear = False
@@ -295,7 +295,7 @@ class OffloadEngine:
 
 
 def rates_of(latest: Mapping[str, float], config: OffloadConfig, before: TransferRates | None) -> TransferRates:
-    """How fast transfers were.
+    """Rates of transfers.
 
     Args:
         latest: what some transfers have taken (:meth:`Counters.transfers`). Some bytes were written.

@@ -93,11 +93,11 @@ class SavedBytes:
     unread: int = 1
     """Saved tensors on this range that the backward pass has not asked for."""
     prefetched: bool = False
-    """Whether ``loaded`` was read ahead, and has not been asked for since."""
+    """True if ``loaded`` was read ahead, and has not been asked for since."""
     kept: KeptBytes | None = None
     """The planner's leave to stay in memory, until the bytes are written; None if the range never had one."""
     was_needed: bool = False
-    """Whether a backward pass has got ``source``, and may keep it alive."""
+    """True if a backward pass has got ``source``, and may keep it alive."""
     released: bool = False
     """True if no graph needs the bytes any more."""
     failure: OffloadError | None = None

@@ -1,4 +1,4 @@
-"""What an offload has done, as numbers, and what that does to a drive."""
+"""Counts of an offload, and the wear of a drive."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _TERABYTE = 10**12
 SECONDS_PER_DAY = 86_400
 WRITE_AMPLIFICATION = 1.0
-"""What a drive writes for each byte that it is given. Writes are sequential and large, for which the FlashNeuron paper
-(section 3.4) takes nearly one."""
+"""Bytes that a drive writes for each byte that it is given. Writes are sequential and large, for which the FlashNeuron
+paper (section 3.4) takes nearly one."""
 
 
 _WHY_KEPT = {
@@ -42,7 +42,7 @@ _WHY_KEPT = {
 
 
 class BusyClock:
-    """How long at least one thread was doing something. Used by any thread."""
+    """Clock of the time in which at least one thread was busy. Used by any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -116,7 +116,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class EncodedBytes:
-    """What a codec has done."""
+    """Counts of a codec."""
 
     nbytes: int
     """Bytes of memory that were encoded."""
@@ -128,7 +128,7 @@ class EncodedBytes:
 
     @property
     def ratio(self) -> float:
-        """How many times smaller the bytes have become.
+        """Ratio by which the bytes have become smaller.
 
         >>> EncodedBytes(300, 100).ratio
         3.0
@@ -139,7 +139,7 @@ class EncodedBytes:
 @checks_keywords
 @dataclass(frozen=True, slots=True)
 class OffloadStatistics:
-    """What an :class:`ActivationOffload` has done. Sizes are in bytes, times in seconds."""
+    """Counts of an :class:`ActivationOffload`. Sizes are in bytes, times in seconds."""
 
     steps: int
     """``step()`` blocks that were entered."""
@@ -196,7 +196,7 @@ class OffloadStatistics:
     written_by: Mapping[str, int]
     """Bytes written, by backend."""
     encoded: Mapping[str, EncodedBytes]
-    """What codecs have made smaller, by codec: ``csr``, ``fp16``, ``fp16+csr``, …"""
+    """Bytes that codecs have made smaller, by codec: ``csr``, ``fp16``, ``fp16+csr``, …"""
     drive_days: float
     """Days that the drives last at this pace; infinity if nothing is written, or ``drive_tbw`` is None."""
 
@@ -207,11 +207,11 @@ class OffloadStatistics:
 
     @property
     def everything_fits(self) -> bool:
-        """Whether nothing was offloaded because nothing had to be: the schedule has room for all that was saved."""
+        """True if nothing was offloaded because nothing had to be: the schedule has room for all that was saved."""
         return not self.offloaded and self.kept.get("fits", 0) > 0
 
     def summary(self) -> str:
-        """What the offload has gained, and what that has cost, in a line."""
+        """Gains and costs of the offload, in a line."""
         gained = f"activations took at most {human_size(self.peak_memory_bytes)} of memory in place of "
         gained += human_size(self.peak_saved_bytes)
         cost = human_seconds(self.hook_seconds / max(self.steps, 1))
@@ -219,7 +219,7 @@ class OffloadStatistics:
         return f"{gained}, at {cost} a step; {human_size(self.written_bytes)} written{lasts}"
 
     def metrics_since(self, before: OffloadStatistics) -> dict[str, float]:
-        """What was done after an earlier moment, for loggers and trackers: ``written_bytes``, ``read_bytes``,
+        """Counts since an earlier moment, for loggers and trackers: ``written_bytes``, ``read_bytes``,
         ``stall_seconds`` and ``prefetch_hit_rate``, from 0 to 1.
 
         Args:
@@ -235,7 +235,7 @@ class OffloadStatistics:
         }
 
     def in_words(self, config: OffloadConfig) -> str:
-        """What has happened and why, in a sentence or two.
+        """Explanation of what has happened, in a sentence or two.
 
         Args:
             config: that of the offload.
@@ -252,7 +252,7 @@ class OffloadStatistics:
         return f"nothing has left memory of {self.packed} saved tensors: {kept}"
 
     def _why_little(self, config: OffloadConfig) -> str:
-        """What to do if as much memory as the activations take is lent to transfers."""
+        """Advice if as much memory as the activations take is lent to transfers."""
         lent, smaller = config.staging_nbytes + config.prefetch_nbytes, self.peak_saved_bytes // 8 >> 20
         frees_little = self.peak_memory_bytes > 0.9 * self.peak_saved_bytes
         if config.keeps_some or not smaller or not frees_little or lent < self.peak_saved_bytes:

@@ -94,7 +94,7 @@ class Swapper:
         self._unmoved = ByteBudget()
         """Those of them that take the memory that they were saved in."""
         self._kept = weakref.WeakKeyDictionary[Displaceable, None]()
-        """What stays in host memory where it was saved, unless that gets short, in the order in which it was saved."""
+        """Ranges that stay in host memory where they were saved, unless that gets short, in the order of saving."""
         self._failure: Exception | None = None
         """The first failed write, to be raised by the next call; only with ``when_full="raise"``."""
         self._ratios: dict[int, float] = {}

@@ -27,7 +27,7 @@ class SlabSpace:
 
     def __init__(self, nbytes: int, *, slab_nbytes: int) -> None:
         self._slab = rounded_down(slab_nbytes // ALIGNMENT)
-        """Of a slab, in units of :data:`ALIGNMENT`, as all inside."""
+        """Size of a slab, in units of :data:`ALIGNMENT`, as all inside."""
         self.slab_nbytes = self._slab * ALIGNMENT
         self.slabs = nbytes // self.slab_nbytes if self._slab else 0
         if not self.slabs:

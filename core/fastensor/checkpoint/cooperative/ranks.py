@@ -37,8 +37,8 @@ _PUBLISH, _FAILED, _DIFFERENT = "publish", "failed: ", "different replicas: "
 
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, tuple[str, Iterator[int]]] = WeakKeyDictionary()
-"""Of each group, a random name by which this process claims its place in the store, and finds it again when it connects
-anew; and the numbers of its conversations, alike on all ranks."""
+"""Record of each group: a random name by which this process claims its place in the store, and finds it again when it
+connects anew; and the numbers of its conversations, alike on all ranks."""
 
 
 class Ranks:
