@@ -14,17 +14,18 @@ if TYPE_CHECKING:
     from fastensor.checkpoint.asynchronous.handle import SaveHandle
     from fastensor.checkpoint.asynchronous.statistics import WriterStatistics
     from fastensor.checkpoint.asynchronous.writer import AsyncWriter
-    from fastensor.checkpoint.catalog import TensorInfo
+    from fastensor.checkpoint.catalog import Inspection, TensorInfo
+    from fastensor.checkpoint.comparing import DamagedCheckpointError, VerifyReport
     from fastensor.checkpoint.convert import convert
     from fastensor.checkpoint.diff import Difference, TensorDifference, diff
     from fastensor.checkpoint.huggingface import load_sharded, save_sharded
-    from fastensor.checkpoint.inspect import Inspection, inspect
+    from fastensor.checkpoint.inspect import inspect
     from fastensor.checkpoint.lazy import LazyCheckpoint, open
     from fastensor.checkpoint.load import load, load_with_report
     from fastensor.checkpoint.models import load_model, save_model
     from fastensor.checkpoint.report import LoadReport, SaveReport
     from fastensor.checkpoint.save import save
-    from fastensor.checkpoint.verify import DamagedCheckpointError, VerifyReport, verify
+    from fastensor.checkpoint.verify import verify
     from fastensor.errors import (
         BackendUnavailableError,
         CheckpointReadError,
@@ -62,17 +63,18 @@ else:
         "fastensor.checkpoint.asynchronous.handle": ("SaveHandle",),
         "fastensor.checkpoint.asynchronous.statistics": ("WriterStatistics",),
         "fastensor.checkpoint.asynchronous.writer": ("AsyncWriter",),
-        "fastensor.checkpoint.catalog": ("TensorInfo",),
+        "fastensor.checkpoint.catalog": ("Inspection", "TensorInfo"),
+        "fastensor.checkpoint.comparing": ("DamagedCheckpointError", "VerifyReport"),
         "fastensor.checkpoint.convert": ("convert",),
         "fastensor.checkpoint.diff": ("Difference", "TensorDifference", "diff"),
         "fastensor.checkpoint.huggingface": ("load_sharded", "save_sharded"),
-        "fastensor.checkpoint.inspect": ("Inspection", "inspect"),
+        "fastensor.checkpoint.inspect": ("inspect",),
         "fastensor.checkpoint.lazy": ("LazyCheckpoint", "open"),
         "fastensor.checkpoint.load": ("load", "load_with_report"),
         "fastensor.checkpoint.models": ("load_model", "save_model"),
         "fastensor.checkpoint.report": ("LoadReport", "SaveReport"),
         "fastensor.checkpoint.save": ("save",),
-        "fastensor.checkpoint.verify": ("DamagedCheckpointError", "VerifyReport", "verify"),
+        "fastensor.checkpoint.verify": ("verify",),
         "fastensor.errors": (
             "BackendUnavailableError",
             "CheckpointReadError",

@@ -89,6 +89,22 @@ def flip_bits(path: Path, times: int, tally: Counter[str], *, named: bool) -> No
     path.write_bytes(sound)
 
 
+def test_all_damage_is_listed(tmp_path: Path) -> None:
+    """Files of torch's own writer have the checksums of each item's records, and none of items."""
+    save({"a": torch.zeros(1000), "b": torch.zeros(1000), "c": torch.zeros(1000)}, FileSystemWriter(tmp_path))
+    (path,) = tmp_path.glob("*.distcp")
+    data = bytearray(path.read_bytes())
+    for begin in (data.index(bytes(4000)), data.rindex(bytes(4000))):
+        data[begin + 2000] ^= 1
+    path.write_bytes(data)
+    (tmp_path / "meta.pt").write_bytes(b"PK\3\4 cut off")
+    with pytest.raises(fastensor.DamagedCheckpointError) as caught:
+        fastensor.verify(tmp_path)
+    assert len(caught.value.report.damage) == 2
+    assert all(one.part.startswith(f"{path.name}: item '") for one in caught.value.report.damage)
+    assert "no zip end-of-directory" in caught.value.__notes__[0]
+
+
 def test_flipped_bits_in_metadata(tmp_path: Path, tally: Counter[str]) -> None:
     save(stamped(3), FastensorStorageWriter(tmp_path))
     path = tmp_path / ".metadata"

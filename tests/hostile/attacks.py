@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,16 @@ import pytest
 import torch
 
 import fastensor
-from fastensor import FastensorError, UnsupportedContentError, UnverifiedCheckpointWarning
+from fastensor import FastensorError, UnsupportedContentError, UnverifiedCheckpointWarning, checkpoint, stitch
 from fastensor.backends.fallback import available_names
-from fastensor.stitch.containers import SAFETENSORS_SUFFIX
+from fastensor.checkpoint import containers
+from fastensor.stitch.signatures import SAFETENSORS_SUFFIX
 
 for _name in fastensor.__all__:
     getattr(fastensor, _name)  # imports it: what an attack imports after that is the file's doing
+for _folder in (checkpoint, containers, stitch):
+    for _module in pkgutil.iter_modules(_folder.__path__, f"{_folder.__name__}."):
+        import_module(_module.name)  # some are imported when they are needed
 
 BRANCH = "plain"
 """The dict of dense tensors in the states of torch files here: all that a safetensors file can hold."""

@@ -17,9 +17,10 @@ from hostile import archives, crafted, headers
 from hostile.attacks import STATE
 
 import fastensor
+from fastensor.checkpoint.containers import recognize
 from fastensor.checkpoint.names import walk
 from fastensor.errors import FastensorError
-from fastensor.stitch import containers, pickle_records, safetensors, torch_pickle, torch_records, zip_directory
+from fastensor.stitch import pickle_records, safetensors, torch_pickle, torch_records, zip_directory
 
 _MOST_VALUES = 10_000
 
@@ -74,8 +75,7 @@ def structure(data: bytes) -> None:
 def container(data: bytes) -> None:
     """Which container a file is."""
     nbytes = int.from_bytes(data[:2], "little")
-    name = data[2:10].decode(errors="replace")
-    assert containers.recognize(data[10:19], nbytes, name) in ("torch", "safetensors", "legacy", None)
+    assert recognize(data[2:], nbytes) in ("torch", "safetensors", "legacy", None)
 
 
 def entry_points(data: bytes) -> None:

@@ -27,7 +27,7 @@ from hostile.isolated import Laboratory, Limits
 import fastensor
 from fastensor import CorruptCheckpointError
 from fastensor.backends.fallback import available_names
-from fastensor.stitch.containers import SAFETENSORS_SUFFIX
+from fastensor.stitch.signatures import SAFETENSORS_SUFFIX
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import torch
 from programs import command_line
 
 import fastensor
-from fastensor.checkpoint.conversion.casting import CastBytes
+from fastensor.checkpoint.conversion.copying import cast_bytes
 from fastensor.cli import output
 from fastensor.cli.errors import in_flags
 
@@ -425,10 +425,10 @@ class _Memory:
 def test_bytes_are_cast_whatever_pieces_are_asked_for(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, wanted: torch.dtype
 ) -> None:
-    monkeypatch.setattr("fastensor.checkpoint.conversion.casting._PIECE_ELEMENTS", 7)
+    monkeypatch.setattr("fastensor.checkpoint.conversion.copying._PIECE_ELEMENTS", 7)
     tensor = torch.randn(50, dtype=dtype)
     expected = tensor.to(wanted).view(torch.uint8).numpy().tobytes()
-    found = CastBytes(_Memory(tensor), dtype, wanted, "x")
+    found = cast_bytes(_Memory(tensor), dtype, wanted, "x")
     assert found.nbytes() == len(expected)
     for size in (1, 3, 8, 64, 1000):
         buffer = bytearray(len(expected))

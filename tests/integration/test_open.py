@@ -425,7 +425,7 @@ def test_an_expanded_tensor_is_not_written_out(tmp_path: Path) -> None:
 
 
 def test_a_mapped_file_that_is_replaced_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastensor.checkpoint import safetensors_file
+    from fastensor.checkpoint.containers import safetensors_file
 
     path = tmp_path / "x.safetensors"
     fastensor.save({"w": torch.ones(1000)}, path)

@@ -16,7 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fastensor
 from fastensor import CorruptCheckpointError, UnsafeCheckpointError
 from fastensor.backends.fallback import available_names
-from fastensor.checkpoint import storages, torch_file
+from fastensor.checkpoint import storages
+from fastensor.checkpoint.containers import torch_file
 from fastensor.files import posix
 from fastensor.stitch import plain_tensors
 

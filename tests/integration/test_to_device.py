@@ -21,7 +21,8 @@ from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.backends.fallback import available_names
 from fastensor.backends.streams import Copies
 from fastensor.backends.to_device import DeviceTarget, Filler, read_through_host
-from fastensor.checkpoint import placement, torch_file
+from fastensor.checkpoint import placement
+from fastensor.checkpoint.containers import torch_file
 
 LARGE = torch.randn(5 << 20)
 STATE: dict[str, Any] = OrderedDict(

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import math
+import zipfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 
-from fastensor.checkpoint.archive import read_archive, read_pickle
-from fastensor.checkpoint.names import nodes, walk
-from fastensor.checkpoint.opened import OpenedFile, container_of
-from fastensor.checkpoint.safetensors_file import read_header
-from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
-from fastensor.files.words import human_size
+from fastensor.checkpoint.containers import Container, container_in
+from fastensor.checkpoint.names import nodes
+from fastensor.checkpoint.opened import OpenedFile
+from fastensor.errors import UnsupportedContentError
+from fastensor.files.shown import record_repr, without_secrets
+from fastensor.files.words import counted, human_size, some_of
 from fastensor.stitch.areas import Area, overlapping
-from fastensor.stitch.containers import Container
 from fastensor.stitch.parts import Part
 from fastensor.stitch.pickle_records import PickledStorage, PickledTensor, UnknownObject
-from fastensor.stitch.safetensors import torch_dtype
-from fastensor.stitch.shape import row_major
-from fastensor.stitch.torch_pickle import read_program
+
+if TYPE_CHECKING:
+    from fastensor.checkpoint.folders import OtherKind
 
 _SHOWN = 60
 """How many characters of a value are shown."""
-_SHOWN_ROOTS = 5
+_SHOWN_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +96,14 @@ class Catalog:
     unchecked: str = ""
     """Reason for which ``checked`` is False, if there is more to say than that the file carries no checksums."""
     structure: Any = None
-    """What the pickle of a torch file makes: see :mod:`fastensor.stitch.pickle_records`."""
+    """What the file makes. Records take the places of tensors and objects: see :mod:`fastensor.stitch.pickle_records`.
+    """
     by_identity: Mapping[int, Located] = field(default_factory=dict)
     """The located tensors by the identities of their records in the structure: two may have one name."""
     globals: bytes = b""
-    """A pickle that names the same globals as the pickle of a torch file. It is not to be run."""
+    """A pickle that names the same globals as that of the file; empty if there is none. It is not to be run."""
+    is_flat: bool = False
+    """Whether the container holds nothing but one dict of tensors."""
 
     @property
     def others(self) -> dict[str, str]:
@@ -109,7 +112,7 @@ class Catalog:
 
 
 def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:
-    """Read what a checkpoint holds. No code of it is run, and nothing that it names is imported.
+    """What a checkpoint holds. No code of it is run, and nothing that it names is imported.
 
     Args:
         file: the checkpoint.
@@ -120,71 +123,31 @@ def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:
         NotACheckpointError: it is something else than a checkpoint.
         UnsupportedContentError: only torch can read the file, and only whole.
     """
-    container = container_of(file)
-    if container == "safetensors":
-        return _of_safetensors(file, verify)
-    if container == "torch":
-        return _of_torch(file, verify)
-    raise UnsupportedContentError(
-        f"{file.where}: not a zip archive (torch wrote such files before 1.6, which say nothing about themselves "
-        f"without being run) and not safetensors; load it whole, and save it again"
-    )
+    return container_in(file).read_catalog(file, verify=verify)
 
 
-def _of_safetensors(file: OpenedFile, verify: bool) -> Catalog:
-    header = read_header(file, verify=verify)
-    located = {}
-    for part in header.tensors:
-        info = TensorInfo(part.name, "Tensor", torch_dtype(part, file.where), part.shape, part.name, part.crc32)
-        located[part.name] = Located(info, part, 0, row_major(part.shape))
-    infos = {name: one.info for name, one in located.items()}
-    return Catalog("safetensors", infos, located, {}, header.metadata, header.checked, header.unchecked)
-
-
-def _of_torch(file: OpenedFile, verify: bool) -> Catalog:
-    archive = read_archive(file)
-    if archive.why_torch:
-        raise UnsupportedContentError(f"{file.where}: {archive.why_torch}; load it whole")
-    program = read_program(read_pickle(file, archive, verify=verify), where=file.where)
-    tensors: dict[str, TensorInfo] = {}
-    located: dict[str, Located] = {}
-    values: dict[str, Any] = {}
-    by_identity: dict[int, Located] = {}
-    seen: dict[str, int] = {}
-    is_swapped = archive.swapped
-    for path, value in walk(program.structure, file.where):
-        seen[path] = count = seen.get(path, 0) + 1
-        name = path if count == 1 else f"{path}#{count}"
-        if not isinstance(value, PickledTensor):
-            values[name] = value
-            continue
-        part = _part_of(value, name, archive.storages, file.where)
-        crc32 = part.crc32 if part else None
-        info = TensorInfo(name, value.kind, value.dtype, value.shape, part.name if part else "", crc32)
-        tensors[name] = info
-        if part is not None and value.plain and not is_swapped:
-            located[name] = by_identity[id(value)] = Located(info, part, value.offset, value.stride)
-    return Catalog(
-        "torch",
-        tensors,
-        located,
-        values,
-        {},
-        archive.checked,
-        "",
-        program.structure,
-        by_identity,
-        program.naming_globals(),
-    )
+def refused_globals(pickled: bytes) -> tuple[str, ...]:
+    """The globals of a pickle that torch's restricted unpickler refuses; or why it refuses the pickle."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/version", "3\n")
+    file.seek(0)
+    try:
+        return tuple(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(cast(Any, file))))
+    except Exception as error:  # noqa: BLE001  # torch's reader knows fewer pickles than ours
+        return (f"the pickle ({error})",)
 
 
 def check_root(catalog: Catalog, root: str | None, where: str) -> None:
     """
     Raises:
-        UnsupportedContentError: ``root`` names a dict within a safetensors file, which has none.
+        UnsupportedContentError: ``root`` names a dict within a file that has none.
     """
-    if catalog.container == "safetensors" and root is not None:
-        raise UnsupportedContentError(f"{where}: a safetensors file has no inner dicts, so leave root={root!r} out")
+    if catalog.is_flat and root is not None:
+        raise UnsupportedContentError(
+            f"{where}: a {catalog.container} file has no inner dicts, so leave root={root!r} out"
+        )
 
 
 def dict_in(tree: Any, root: str | None, where: str) -> dict[Any, Any]:
@@ -218,44 +181,10 @@ def roots_in_words(branches: Mapping[str, Any]) -> str:
         if value and all(isinstance(one, PickledTensor | torch.Tensor) for one in value.values())
     ]
     return (
-        f"choose one of its dicts of tensors with root: {', '.join(roots[:_SHOWN_ROOTS])}"
+        f"choose one of its dicts of tensors with root: {', '.join(roots[:_SHOWN_NAMES])}"
         if roots
         else "it holds no such dict"
     )
-
-
-_EMPTY = Part("", 0, None, 0, 0)
-
-
-def _part_of(tensor: PickledTensor, name: str, parts: Mapping[str, Part], where: str) -> Part | None:
-    """The record that a tensor lies in; None if the tensor is not a view of one storage.
-
-    Raises:
-        CorruptCheckpointError: there is no such record, or the tensor reaches beyond it.
-        UnsupportedContentError: the tensor had no memory any more when it was saved.
-    """
-    if tensor.storage is None:
-        return None
-    numel, reach = _numel_and_reach(tensor.shape, tensor.stride)
-    end = tensor.offset + reach
-    part = parts.get(tensor.storage.key, _EMPTY)
-    if numel and part.nbytes == tensor.storage.nbytes == 0:
-        raise UnsupportedContentError(
-            f"{where}: tensor {name!r} was saved without its values: it needs {end * tensor.dtype.itemsize} bytes, and "
-            f"its storage, which had been freed, has 0. Load the others by their keys"
-        )
-    if numel and end * tensor.dtype.itemsize > part.nbytes:
-        raise CorruptCheckpointError(
-            f"{where}: tensor {name!r} needs {end * tensor.dtype.itemsize} bytes of record {tensor.storage.key!r}, "
-            f"which has {part.nbytes}; the file was damaged, or is not one of torch's"
-        )
-    return part
-
-
-@lru_cache(maxsize=4096)
-def _numel_and_reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int]:
-    """How many elements a tensor has, and how many its storage has from its first to its last one."""
-    return torch.Size(shape).numel(), sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
 
 
 def ties_in(tensors: Mapping[str, Located]) -> list[list[str]]:
@@ -283,3 +212,58 @@ def in_words(value: Any) -> str:
         value = value[:_SHOWN]
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """The contents of a checkpoint."""
+
+    path: str
+    container: Container | Literal["dcp", "huggingface", "folder"] | OtherKind
+    """``dcp`` is a distributed checkpoint, ``huggingface`` a model in several files: their parts are files. ``folder``
+    is any other folder of several checkpoints. In a folder, names stand behind the path of their file
+    (``optimizer.bin: state.0.step``), but for those of the distributed checkpoint that it is, or of the model that
+    :func:`fastensor.load_sharded` finds there."""
+    nbytes: int
+    """Size of the file, or of all files."""
+    checked: bool
+    """Whether the file carries checksums of its tensors. :func:`fastensor.verify` compares them."""
+    tensors: tuple[TensorInfo, ...]
+    others: Mapping[str, str]
+    """Everything that is not a tensor: names, and values in words."""
+    metadata: Mapping[str, str]
+    """The ``__metadata__`` of a safetensors file, without our checksums. Of a model in several files, what its index
+    says. Of a distributed checkpoint, how many files it has, and the version and the identity of its save."""
+    refused: tuple[str, ...]
+    """Classes and functions that the file needs and ``weights_only=True`` refuses. If it refuses the pickle as a whole,
+    the reason."""
+    ties: tuple[tuple[str, ...], ...]
+    """Groups of names of tensors that share bytes."""
+    memory_bytes: int
+    """What the tensors take when they are loaded: those that share memory once, and of views all that they are views
+    of."""
+    files: Mapping[str, Inspection] = field(default_factory=dict)
+    """What each file in a folder holds, by its path in the folder; empty if there is but one. Files that are no
+    checkpoints are among them (``text``, ``pickle``, ``link``, ``other``). Of those that can only be loaded whole,
+    ``metadata`` says so."""
+
+    __repr__ = record_repr
+
+    def __str__(self) -> str:
+        """What there is for people, in a few lines; ``fastensor inspect`` shows all of it."""
+        checked = "with checksums" if self.checked else "without checksums"
+        lines = [
+            f"{without_secrets(self.path)}: {self.container}, {human_size(self.nbytes)}, {checked}",
+            f"{counted(len(self.tensors), 'tensors')} of {human_size(self.tensor_bytes)}, "
+            f"{human_size(self.memory_bytes)} in memory; {counted(len(self.others), 'other values')}",
+        ]
+        if self.files:
+            lines.append(f"{counted(len(self.files), 'files')}: {some_of([*self.files], _SHOWN_NAMES)}")
+        if self.refused:
+            lines.append(f"weights_only=True refuses: {some_of(self.refused, _SHOWN_NAMES)}")
+        return "\n".join(lines)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Size of all tensors together. Tied tensors count once for each name."""
+        return sum(tensor.nbytes for tensor in self.tensors)

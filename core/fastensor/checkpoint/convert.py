@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import cast
+from typing import Any, BinaryIO, NoReturn, cast
 
 import torch
 
 from fastensor.backends import registry
-from fastensor.checkpoint.conversion.casting import CastBytes
-from fastensor.checkpoint.conversion.copying import InFile, SourceBytes, SourceTensors
-from fastensor.checkpoint.conversion.layout import plan_stand_ins, refuse, untouched
-from fastensor.checkpoint.conversion.losses import left_out_of_directories, left_out_of_files
+from fastensor.checkpoint.catalog import TensorInfo
+from fastensor.checkpoint.containers import directory_container
+from fastensor.checkpoint.conversion.copying import cast_bytes
 from fastensor.checkpoint.conversion.same_file import check_nothing_is_lost, is_same_file
 from fastensor.checkpoint.conversion.settings import ConvertSettings, WrittenContainer
 from fastensor.checkpoint.conversion.sources import Source, open_source, what_shares_memory
-from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.progress import Progress, reporting
 from fastensor.checkpoint.report import SaveReport, warn_unverified
-from fastensor.checkpoint.save import SavedContainer
+from fastensor.checkpoint.save import DEFAULT_PROTOCOL, SavedContainer
 from fastensor.checkpoint.save_transaction import SaveTransaction
 from fastensor.checkpoint.sharded import SHARD_NBYTES, write_sharded
-from fastensor.errors import UnsupportedContentError
+from fastensor.errors import LayoutError, UnsupportedContentError
 from fastensor.files.arguments import as_nbytes, checks_keywords
 from fastensor.select.transfer import BackendChoice
+from fastensor.stitch import safetensors, torch_zip
+from fastensor.stitch.shape import row_major
 from fastensor.stitch.source import FileBytes, Plan
 
 MEMORY_NBYTES = 2 << 30
@@ -145,102 +148,136 @@ def convert_by(
         check: called before anything is written, with the names of what is left out, and of tensors that share
             memory by file; what it raises ends the conversion. Needs settings with ``drop``.
     """
-    if settings.container == "dcp" or metadata_names(source):
+    if container := directory_container(settings.container):
         if check is not None:
-            check(left_out_of_directories(source, settings), {})
-        from fastensor.checkpoint.dcp import convert as of_directories  # loads torch.distributed.checkpoint
-
-        if settings.container == "dcp":
-            return of_directories.to_directory(source, target, settings, progress)
-        return of_directories.from_directory(source, target, settings, progress)
+            check(container.left_out(source, settings), {})
+        return container.write(source, target, settings, progress)
     with ExitStack() as stack:
         found = open_source(source, settings, stack)
         if check is not None:
-            check(left_out_of_files(found, settings), found.ties)
+            check(found.left_out, found.ties)
         if found.ties and not settings.copy_ties:
             raise UnsupportedContentError(what_shares_memory(found.ties))
         for where, why in found.unchecked.items() if settings.verify else ():
             warn_unverified(where, why)
-        return _Conversion(found, settings, progress, stack).run(target)
+        return _Conversion(found, settings, progress).run(target)
 
 
 class _Conversion:
-    """The conversion of open files.
+    """The conversion of an open source.
 
     Args:
         source: what is converted.
         settings: how.
         progress: gets the bytes of all tensors.
-        stack: closes what reads the source.
     """
 
-    def __init__(self, source: Source, settings: ConvertSettings, progress: Progress, stack: ExitStack) -> None:
+    def __init__(self, source: Source, settings: ConvertSettings, progress: Progress) -> None:
         self._source = source
         self._settings = settings
         self._progress = progress
-        self._stack = stack
-        self._texts = settings.texts(source.metadata)
-        self._total = sum(one.tensor.info.nbytes for one in source.tensors.values())
+        self._texts = None if settings.container == "torch" else settings.texts(source.metadata)
+        self._total = sum(one.nbytes for one in source.tensors.values())
         self._begun = 0
         """The bytes of the tensors of all files that have been begun."""
 
     def run(self, target: Location) -> SaveReport:
         """Write the file or files."""
-        settings = self._settings
+        settings, tensors = self._settings, self._source.tensors
         if settings.container == "huggingface":
             return write_sharded(
                 cast(str, target),
-                {name: self._nbytes_written(one) for name, one in self._source.tensors.items()},
+                {name: math.prod(one.shape) * settings.cast(one.dtype).itemsize for name, one in tensors.items()},
                 settings.shard_nbytes,
                 lambda path, names: self._write(path, names, "safetensors"),
                 durable=settings.durable,
             )
-        kind = cast(SavedContainer, settings.container)
-        if kind == "torch":
-            self._texts = None
         if any(is_same_file(path, target) for path in self._source.paths):
             check_nothing_is_lost(self._source, settings, target, self._texts or {})
-        return self._write(target, [*self._source.tensors], kind)
-
-    def _nbytes_written(self, one: InFile) -> int:
-        info = one.tensor.info
-        return info.nbytes // info.dtype.itemsize * self._settings.cast(info.dtype).itemsize
+        return self._write(target, [*tensors], cast(SavedContainer, settings.container))
 
     def _write(self, path: Location, names: Sequence[str], kind: SavedContainer) -> SaveReport:
         """Write the tensors of these names into one file."""
         settings = self._settings
-        chosen = {name: self._source.tensors[name] for name in names}
         transaction = SaveTransaction(
-            path, refuse, backend=settings.backend, durable=settings.durable, follow_symlinks=True
+            path, _refuse, backend=settings.backend, durable=settings.durable, follow_symlinks=True
         )
         before = self._begun
-        self._begun += sum(one.tensor.info.nbytes for one in chosen.values())
-        return transaction.run(lambda fallbacks: self._plan(chosen, kind, before))
+        self._begun += sum(self._source.tensors[name].nbytes for name in names)
+        return transaction.run(lambda fallbacks: self._plan(names, kind, before))
 
-    def _plan(self, chosen: Mapping[str, InFile], kind: SavedContainer, before: int) -> Plan:
+    def _plan(self, names: Sequence[str], kind: SavedContainer, before: int) -> Plan:
         """The layout of a file, whose bytes come from those of the source."""
-        settings = self._settings
-        stand_ins = {name: self._stand_in(name, one) for name, one in chosen.items()}
-        planned, names = plan_stand_ins(stand_ins, stand_ins, kind, self._texts, settings.checksums)
-        order = {name: chosen[name] for name in names if name is not None}
-        tensors = SourceTensors(
-            [*order.values()],
-            verify=settings.verify,
-            backend=settings.backend,
-            progress=lambda done, of_file: self._progress(before + done, self._total),
+        settings, source = self._settings, self._source
+        stand_ins = {name: self._stand_in(source.tensors[name]) for name in names}
+        state = source.build(stand_ins)
+        planned, owners = _plan_stand_ins(state, stand_ins, kind, self._texts, settings.checksums)
+        order = [name for name in owners if name is not None]
+        found = source.read(order, lambda done, of_file: self._progress(before + done, self._total))
+        wanted = {name: self._cast(name, one) for name, one in zip(order, found, strict=True)}
+        storages = (
+            storage if name is None else wanted[name] for name, storage in zip(owners, planned.storages, strict=True)
         )
-        self._stack.callback(tensors.close)
-        return replace(planned, storages=tuple(self._bytes(name, one, tensors) for name, one in order.items()))
+        return replace(planned, storages=tuple(storages))
 
-    def _stand_in(self, name: str, one: InFile) -> torch.Tensor:
-        if not one.tensor.on_meta().is_contiguous():
-            raise UnsupportedContentError(
-                f"{one.file.where}: {name!r} is not contiguous, so its bytes cannot be copied as they are; load it, "
-                f"and save .contiguous()"
-            )
-        return untouched(self._settings.cast(one.tensor.info.dtype), one.tensor.info.shape)
+    def _stand_in(self, info: TensorInfo) -> torch.Tensor:
+        return _untouched(self._settings.cast(info.dtype), info.shape)
 
-    def _bytes(self, name: str, one: InFile, tensors: SourceTensors) -> FileBytes:
-        found, dtype = SourceBytes(tensors, one), one.tensor.info.dtype
+    def _cast(self, name: str, found: FileBytes) -> FileBytes:
+        """The bytes of a tensor in the dtype that it gets."""
+        dtype = self._source.tensors[name].dtype
         wanted = self._settings.cast(dtype)
-        return found if wanted == dtype else CastBytes(found, dtype, wanted, f"{one.file.where}: {name!r}")
+        return found if wanted == dtype else cast_bytes(found, dtype, wanted, f"{self._source.where}: {name!r}")
+
+
+_MAP_NORESERVE = 0x4000
+"""A flag of Linux that Python has no name for."""
+
+
+def _plan_stand_ins(
+    state: Any,
+    stand_ins: Mapping[str, torch.Tensor],
+    kind: SavedContainer,
+    texts: Mapping[str, str] | None,
+    checksums: bool,
+) -> tuple[Plan, list[str | None]]:
+    """Lay out a file in which some tensors are stand-ins, whose memory is never touched: only their sizes count.
+
+    Args:
+        state: what is saved; a dict of tensors for safetensors.
+        stand_ins: the stand-ins in it, by names.
+        kind: the container.
+        texts: for the metadata of safetensors.
+        checksums: as for :func:`fastensor.save`.
+
+    Returns:
+        The plan; and for each of its storages the name of the stand-in whose it is, or None.
+    """
+    if kind == "safetensors":
+        planned: Plan = safetensors.plan(state, metadata=texts, checksums=checksums)
+    else:
+        whole = torch_zip.plan(state, pickle_module=pickle, pickle_protocol=DEFAULT_PROTOCOL)
+        planned = Plan(whole.image, whole.storages)  # torch could only write the memory of the stand-ins
+    names = {stand_in.untyped_storage()._cdata: name for name, stand_in in stand_ins.items()}
+    return planned, [names.get(_identity(storage)) for storage in planned.storages]
+
+
+def _identity(storage: Any) -> int:
+    identity: int = storage._cdata
+    return identity
+
+
+def _untouched(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A contiguous tensor that takes no memory until it is touched: it may be larger than the machine's."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    memory = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
+    empty = torch.empty(0, dtype=dtype, device="cpu")
+    return empty.set_(memory.untyped_storage(), 0, shape, row_major(shape))
+
+
+def _refuse(file: BinaryIO) -> NoReturn:
+    """In place of ``torch.save``, if a file cannot be planned."""
+    raise LayoutError("torch cannot write a file whose tensors are in other files")

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, cast
 
 import torch
 from isal import isal_zlib
 
 from fastensor.backends import registry
-from fastensor.checkpoint.catalog import TensorInfo, in_words, read_catalog
-from fastensor.checkpoint.directories import metadata_names
+from fastensor.checkpoint.catalog import TensorInfo
+from fastensor.checkpoint.contents import OpenCheckpoint, open_checkpoint
 from fastensor.checkpoint.folders import Entry, entries_at, folder_at, main_entry, name_behind, name_in
-from fastensor.checkpoint.lazy import open as open_lazily
 from fastensor.checkpoint.location import Location, name_of
-from fastensor.checkpoint.opened import opened
 from fastensor.checkpoint.progress import Progress
-from fastensor.checkpoint.sharded import check_holds, files_of
-from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
+from fastensor.errors import UnsupportedContentError
 from fastensor.files.arguments import checks_keywords
 from fastensor.files.os_errors import read_errors
 from fastensor.files.shown import record_repr, without_secrets
@@ -97,18 +92,6 @@ class Difference:
     def is_empty(self) -> bool:
         """True if the checkpoints hold the same."""
         return not (self.only_first or self.only_second or self.tensors or self.others)
-
-
-class _Side(Protocol):
-    """One of the two checkpoints."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
-
-    @property
-    def others(self) -> Mapping[str, str]: ...
-
-    def read(self, name: str) -> torch.Tensor: ...
 
 
 @checks_keywords
@@ -323,7 +306,7 @@ class _Closeness:
 
 
 def _compare_contents(
-    pairs: Mapping[str, tuple[_Side, _Side]], closeness: _Closeness | None, progress: Progress | None
+    pairs: Mapping[str, tuple[OpenCheckpoint, OpenCheckpoint]], closeness: _Closeness | None, progress: Progress | None
 ) -> list[_Found]:
     """Compare what is in files, directories and models, by their paths."""
     shared = {file: [name for name in one.tensors if name in two.tensors] for file, (one, two) in pairs.items()}
@@ -341,7 +324,7 @@ def _compare_contents(
     return found
 
 
-def _found_in(file: str, one: _Side, two: _Side, tensors: Sequence[TensorDifference]) -> _Found:
+def _found_in(file: str, one: OpenCheckpoint, two: OpenCheckpoint, tensors: Sequence[TensorDifference]) -> _Found:
     """What is found in a file, of whose tensors these differ."""
 
     def behind(name: str) -> str:
@@ -359,27 +342,28 @@ def _found_in(file: str, one: _Side, two: _Side, tensors: Sequence[TensorDiffere
     )
 
 
-def _compare_others(one: _Side, two: _Side) -> tuple[dict[str, tuple[str, str]], int]:
+def _compare_others(one: OpenCheckpoint, two: OpenCheckpoint) -> tuple[dict[str, tuple[str, str]], int]:
     """The values that differ, in words; and how many are the same."""
     shared = one.others.keys() & two.others.keys()
-    others = {
-        name: (one.others[name], two.others[name]) for name in sorted(shared) if one.others[name] != two.others[name]
-    }
+    words = {name: (one.in_words(name), two.in_words(name)) for name in sorted(shared)}
+    others = {name: pair for name, pair in words.items() if pair[0] != pair[1]}
     same = len(shared) - len(others)
     mixed = (one.tensors.keys() & two.others.keys()) | (one.others.keys() & two.tensors.keys())
     others.update({name: (_in_words(one, name), _in_words(two, name)) for name in sorted(mixed)})
     return others, same
 
 
-def _in_words(side: _Side, name: str) -> str:
-    return _described(side.tensors[name]) if name in side.tensors else side.others[name]
+def _in_words(side: OpenCheckpoint, name: str) -> str:
+    return _described(side.tensors[name]) if name in side.tensors else side.in_words(name)
 
 
 def _described(info: TensorInfo) -> str:
     return f"{str(info.dtype).removeprefix('torch.')} {' × '.join(map(str, info.shape)) or 'scalar'}"
 
 
-def _compare(name: str, one: _Side, two: _Side, closeness: _Closeness | None) -> TensorDifference | None:
+def _compare(
+    name: str, one: OpenCheckpoint, two: OpenCheckpoint, closeness: _Closeness | None
+) -> TensorDifference | None:
     infos = one.tensors[name], two.tensors[name]
     kinds = _described(infos[0]), _described(infos[1])
     if kinds[0] != kinds[1]:
@@ -423,20 +407,20 @@ def _largest(one: torch.Tensor, two: torch.Tensor) -> float:
 
 def _opened(
     paired: _Paired, backend: BackendChoice, stack: ExitStack
-) -> tuple[dict[str, tuple[_Side, _Side]], dict[str, tuple[Entry, Entry]]]:
+) -> tuple[dict[str, tuple[OpenCheckpoint, OpenCheckpoint]], dict[str, tuple[Entry, Entry]]]:
     """Both sides, and what can only be compared byte by byte, by path.
 
     Raises:
         UnsupportedContentError: there is one pair, or not a pair of files, and it can only be loaded whole.
     """
-    sides: dict[str, tuple[_Side, _Side]] = {}
+    sides: dict[str, tuple[OpenCheckpoint, OpenCheckpoint]] = {}
     whole: dict[str, tuple[Entry, Entry]] = {}
     for name, (one, two) in paired.pairs.items():
         if not (one.is_checkpoint and two.is_checkpoint):
             whole[name or str(one.path)] = one, two
             continue
         try:
-            sides[name] = _opened_entry(one, backend, stack), _opened_entry(two, backend, stack)
+            sides[name] = open_checkpoint(one, stack, backend), open_checkpoint(two, stack, backend)
         except UnsupportedContentError:
             if len(paired.pairs) == 1 or not (_is_one_file(one) and _is_one_file(two)):
                 raise
@@ -446,67 +430,3 @@ def _opened(
 
 def _is_one_file(entry: Entry) -> bool:
     return entry.kind == "checkpoint" and os.path.isfile(str(entry.path))
-
-
-def _opened_entry(entry: Entry, backend: BackendChoice, stack: ExitStack) -> _Side:
-    if entry.kind == "index":
-        return _OfShards(Path(str(entry.path)), backend, stack)
-    if metadata_names(entry.path):
-        return _OfDirectory(entry.path, backend, stack)
-    return _OfFile(entry.path, backend, stack)
-
-
-class _OfFile:
-    """A file."""
-
-    def __init__(self, location: Location, backend: BackendChoice, stack: ExitStack) -> None:
-        self._checkpoint = stack.enter_context(open_lazily(location, backend=backend))
-        self.tensors = self._checkpoint.info
-        self.others = self._checkpoint.others_in_words
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._checkpoint[name]
-
-
-class _OfShards:
-    """A model in several files."""
-
-    def __init__(self, index: Path, backend: BackendChoice, stack: ExitStack) -> None:
-        self._side_of: dict[str, _OfFile] = {}
-        self.tensors: dict[str, TensorInfo] = {}
-        self.others: dict[str, str] = {}
-        for path, expected in files_of(index).items():
-            side = _OfFile(path, backend, stack)
-            check_holds(str(path), side.tensors, expected)
-            self.tensors |= {name: info for name, info in side.tensors.items() if name in expected}
-            self.others |= {name_behind(name_in(index.parent, path), name): text for name, text in side.others.items()}
-            self._side_of |= dict.fromkeys(expected, side)
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._side_of[name].read(name)
-
-
-class _OfDirectory:
-    """A distributed checkpoint."""
-
-    def __init__(self, location: Location, backend: BackendChoice, stack: ExitStack) -> None:
-        from fastensor.checkpoint.dcp.catalog import describe, read_contents  # loads torch.distributed.checkpoint
-        from fastensor.checkpoint.dcp.tensors import DirectoryTensors
-
-        contents = read_contents(cast(str, location))
-        found = describe(contents)
-        self._tensors = stack.enter_context(DirectoryTensors(contents, backend, verify=True))
-        self.tensors = {info.name: info for info in found.tensors}
-        self.others = {name: self._word(name) for name in found.others}
-
-    def _word(self, name: str) -> str:
-        data = self._tensors.read_bytes(name)
-        try:
-            with opened(io.BytesIO(data)) as file:
-                return in_words(read_catalog(file, verify=False).structure)
-        except (CorruptCheckpointError, NotACheckpointError):
-            # a planner of the user's has made the bytes; they are as they were saved
-            return f"<{len(data)} bytes with CRC32 {isal_zlib.crc32(data):08x}>"
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._tensors.read(name)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import stat
+from typing import Any
 
 from fastensor.checkpoint.location import Location, RemotePath, locate
 from fastensor.files import posix
@@ -83,3 +84,13 @@ def survives_power_failure(directory: str | os.PathLike[str]) -> bool:
 def nbytes_in_directory(path: str) -> int:
     """The bytes of all files in a directory."""
     return sum(os.stat(os.path.join(path, name)).st_size for name in os.listdir(path))
+
+
+def nbytes_at(location: Location) -> int:
+    """The size of a file of this machine, or of those in a directory; 0 if it cannot be had: whoever opens it says
+    why."""
+    path: Any = locate(location)
+    try:
+        return nbytes_in_directory(path) if os.path.isdir(path) else os.stat(path).st_size
+    except (OSError, TypeError):
+        return 0

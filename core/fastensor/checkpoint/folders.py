@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
-from fastensor.checkpoint.archive import read_archive
+from fastensor.checkpoint.containers import container_in, start_of
 from fastensor.checkpoint.directories import SHARD_NAMES, metadata_names
 from fastensor.checkpoint.location import Location, locate
-from fastensor.checkpoint.opened import OpenedFile, container_of, opened, read_exactly
+from fastensor.checkpoint.opened import OpenedFile, opened
 from fastensor.checkpoint.ordering import wait_to_read_directory
 from fastensor.checkpoint.sharded import WEIGHT_MAP, files_in, find_weights, is_index, read_json, weights_at
 from fastensor.errors import (
@@ -21,9 +21,10 @@ from fastensor.errors import (
     EmptyCheckpointError,
     FastensorError,
     NotACheckpointError,
+    UnsupportedContentError,
 )
 from fastensor.files import new_directory, posix
-from fastensor.stitch.containers import SNIFFED_NBYTES, is_plain_pickle, is_text
+from fastensor.stitch.signatures import is_plain_pickle, is_text
 
 OtherKind: TypeAlias = Literal["text", "pickle", "link", "other"]
 """Kind of a file that is no checkpoint: a text; a pickle that torch.save did not write; a link to a directory that is
@@ -247,7 +248,7 @@ def _kind_of(path: Path, status: os.stat_result, root: Path) -> Kind:
     suffix = path.suffix.lower()
     try:
         with opened(path) as file:
-            start = read_exactly(file, 0, min(SNIFFED_NBYTES, file.nbytes))
+            start = start_of(file)
             return _kind_by(suffix, start, "unknown" if suffix in _OF_CHECKPOINTS else _recognized(file))
     except EmptyCheckpointError:
         return _kind_by(suffix, b"", "unknown")
@@ -258,17 +259,16 @@ def _kind_of(path: Path, status: os.stat_result, root: Path) -> Kind:
 def _recognized(file: OpenedFile) -> _Recognized:
     """Kind of a file by its contents."""
     try:
-        container = container_of(file)
+        container = container_in(file)
     except NotACheckpointError:
         return "foreign"
     except CorruptCheckpointError:
         return "unknown"
     try:
-        if container == "torch":
-            read_archive(file)
+        container.to_compare(file)
     except NotACheckpointError:  # an archive of something else
         return "foreign"
-    except CorruptCheckpointError:
+    except (CorruptCheckpointError, UnsupportedContentError):
         pass  # is raised when the file is read
     return "checkpoint"
 

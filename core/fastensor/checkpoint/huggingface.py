@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -13,7 +12,9 @@ import torch
 from torch import nn
 
 from fastensor.backends import registry
+from fastensor.checkpoint.cataloged import open_files
 from fastensor.checkpoint.contested import check_agree, contested
+from fastensor.checkpoint.directories import nbytes_at
 from fastensor.checkpoint.into import (
     LEAVE_OUT,
     Filling,
@@ -28,12 +29,10 @@ from fastensor.checkpoint.into import (
 from fastensor.checkpoint.load import load
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.names import resolve
-from fastensor.checkpoint.opened import opened
 from fastensor.checkpoint.placement import MapLocation
 from fastensor.checkpoint.progress import Meter, Progress, reporting, tell_part
 from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.request import LoadRequest, check_arguments, is_restricted
-from fastensor.checkpoint.rewriting import read_catalog_of_any
 from fastensor.checkpoint.save import save
 from fastensor.checkpoint.sharded import SHARD_NBYTES, check_holds, files_behind, write_sharded
 from fastensor.checkpoint.ties import copies_of
@@ -180,26 +179,18 @@ def load_sharded(
     with reporting(progress) as tell:
         if into is None:
             wanted = _wanted(files, keys, name_of(path))
-            options = _Options(map_location, weights_only, verify is not False, backend)
-            return _load_each(files, wanted, keys, options, None if progress is None else tell)
+            read = partial(
+                load, map_location=map_location, weights_only=weights_only, verify=verify is not False, backend=backend
+            )
+            return _load_each(files, wanted, keys, read, None if progress is None else tell)
     overwritten: list[str] = []
     with naming(overwritten), reporting(progress) as tell:
         meter = None if progress is None else Meter(tell)
         request = LoadRequest(None, None, weights_only, False, verify is not False, backend, meter=meter)
         _fill(files, targets_in(into), request, name_of(path), overwritten, verify_first=verify == "first")
         if meter is not None:
-            meter.finish(sum(map(_nbytes, files)))
+            meter.finish(sum(map(nbytes_at, files)))
     return into  # type: ignore[return-value]  # whatever the caller has given
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """Arguments of :func:`load_sharded`."""
-
-    map_location: MapLocation
-    weights_only: bool | None
-    verify: bool
-    backend: BackendChoice
 
 
 def _wanted(
@@ -221,21 +212,26 @@ def _load_each(
     files: Mapping[Location, set[str] | None],
     wanted: Mapping[Location, set[str] | None],
     keys: Iterable[str] | None,
-    options: _Options,
+    read: Callable[..., Any],
     tell: Progress | None,
 ) -> dict[str, torch.Tensor]:
-    sizes = {file: _nbytes(file) for file in wanted}
+    sizes = {file: nbytes_at(file) for file in wanted}
     total, before = sum(sizes.values()), 0
     state: dict[str, torch.Tensor] = {}
     for file, names in wanted.items():
         chosen = keys if names is None else None if names == files[file] else sorted(names)
         report = None if tell is None else partial(tell_part, tell, before, total)
         try:
-            loaded = _load_file(file, chosen, options, report)
+            loaded = read(file, keys=chosen, progress=report)
         except UnknownKeyError as error:
             if names is None:
                 raise
             raise CorruptCheckpointError(f"{error}; the index and the file are of different checkpoints") from error
+        if not isinstance(loaded, dict):
+            raise UnsupportedContentError(
+                f"{name_of(file)}: expected a dict from names to tensors, found one of type {type(loaded).__name__}; "
+                f"fastensor.load gives it"
+            )
         if names is not None:
             check_holds(name_of(file), loaded, names)
         state.update(loaded if names is None else {name: one for name, one in loaded.items() if name in names})
@@ -243,33 +239,6 @@ def _load_each(
         if tell is not None:
             tell(before, total)
     return state
-
-
-def _load_file(
-    file: Location, keys: Iterable[str] | None, options: _Options, progress: Progress | None
-) -> dict[str, torch.Tensor]:
-    loaded = load(
-        file,
-        options.map_location,
-        keys=keys,
-        weights_only=options.weights_only,
-        verify=options.verify,
-        backend=options.backend,
-        progress=progress,
-    )
-    if not isinstance(loaded, dict):
-        raise UnsupportedContentError(
-            f"{name_of(file)}: expected a dict from names to tensors, found one of type {type(loaded).__name__}; "
-            f"fastensor.load gives it"
-        )
-    return loaded
-
-
-def _nbytes(file: Location) -> int:
-    try:
-        return os.stat(locate(file)).st_size  # type: ignore[arg-type]  # what is no path is no file of an index either
-    except (OSError, TypeError):
-        return 0
 
 
 def _fill(
@@ -284,13 +253,13 @@ def _fill(
     """Read tensors of all files into those of the same names."""
     pairings: list[Pairing] = []
     with ExitStack() as stack:
-        for location, expected in files.items():
-            names = targets.keys() if expected is None else targets.keys() & expected
-            if not names:
-                continue
-            file, catalog = read_catalog_of_any(stack.enter_context(opened(location)), stack, verify=request.checked)
-            if expected is not None:
-                check_holds(file.where, catalog.tensors, names)
+        wanted = {
+            location: targets.keys() if expected is None else targets.keys() & expected
+            for location, expected in files.items()
+        }
+        asked = {location: files[location] and names for location, names in wanted.items() if names}
+        for location, file, catalog, _ in open_files(asked, stack, verify=request.checked, rewrite=True):
+            names = wanted[location]
             if odd := [name for name in catalog.tensors if name in names and name not in catalog.located]:
                 raise UnsupportedContentError(
                     f"{file.where}: {odd[0]!r} is more than its bytes; load it without into, and copy it"

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal, cast
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Literal
 
-from fastensor.checkpoint.catalog import Catalog, TensorInfo, read_catalog, ties_in
+from fastensor.backends import registry
+from fastensor.checkpoint.catalog import Inspection
+from fastensor.checkpoint.comparing import with_notes
+from fastensor.checkpoint.containers import Container, container_of
+from fastensor.checkpoint.contents import open_checkpoint
 from fastensor.checkpoint.directories import metadata_names, nbytes_in_directory
 from fastensor.checkpoint.folders import (
     OTHER_KINDS,
@@ -20,73 +24,10 @@ from fastensor.checkpoint.folders import (
     name_behind,
     name_in,
 )
-from fastensor.checkpoint.foreign_code import refused_globals
 from fastensor.checkpoint.location import Location, name_of
-from fastensor.checkpoint.opened import container_of, opened
-from fastensor.checkpoint.sharded import check_holds, files_in, read_json
+from fastensor.checkpoint.opened import opened
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.files.arguments import checks_keywords
-from fastensor.files.shown import record_repr, without_secrets
-from fastensor.files.words import counted, human_size, some_of
-from fastensor.stitch.containers import Container
-
-_SHOWN = 5
-"""So many names are shown in words."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inspection:
-    """The contents of a checkpoint."""
-
-    path: str
-    container: Container | Literal["dcp", "huggingface", "folder"] | OtherKind
-    """``dcp`` is a distributed checkpoint, ``huggingface`` a model in several files: their parts are files. ``folder``
-    is any other folder of several checkpoints. In a folder, names stand behind the path of their file
-    (``optimizer.bin: state.0.step``), but for those of the distributed checkpoint that it is, or of the model that
-    :func:`fastensor.load_sharded` finds there."""
-    nbytes: int
-    """Size of the file, or of all files."""
-    checked: bool
-    """Whether the file carries checksums of its tensors. :func:`fastensor.verify` compares them."""
-    tensors: tuple[TensorInfo, ...]
-    others: Mapping[str, str]
-    """Everything that is not a tensor: names, and values in words."""
-    metadata: Mapping[str, str]
-    """The ``__metadata__`` of a safetensors file, without our checksums. Of a model in several files, what its index
-    says. Of a distributed checkpoint, how many files it has, and the version and the identity of its save."""
-    refused: tuple[str, ...]
-    """Classes and functions that the file needs and ``weights_only=True`` refuses. If it refuses the pickle as a whole,
-    the reason."""
-    ties: tuple[tuple[str, ...], ...]
-    """Groups of names of tensors that share bytes."""
-    memory_bytes: int
-    """What the tensors take when they are loaded: those that share memory once, and of views all that they are views
-    of."""
-    files: Mapping[str, Inspection] = field(default_factory=dict)
-    """What each file in a folder holds, by its path in the folder; empty if there is but one. Files that are no
-    checkpoints are among them (``text``, ``pickle``, ``link``, ``other``). Of those that can only be loaded whole,
-    ``metadata`` says so."""
-
-    __repr__ = record_repr
-
-    def __str__(self) -> str:
-        """What there is for people, in a few lines; ``fastensor inspect`` shows all of it."""
-        checked = "with checksums" if self.checked else "without checksums"
-        lines = [
-            f"{without_secrets(self.path)}: {self.container}, {human_size(self.nbytes)}, {checked}",
-            f"{counted(len(self.tensors), 'tensors')} of {human_size(self.tensor_bytes)}, "
-            f"{human_size(self.memory_bytes)} in memory; {counted(len(self.others), 'other values')}",
-        ]
-        if self.files:
-            lines.append(f"{counted(len(self.files), 'files')}: {some_of([*self.files], _SHOWN)}")
-        if self.refused:
-            lines.append(f"weights_only=True refuses: {some_of(self.refused, _SHOWN)}")
-        return "\n".join(lines)
-
-    @property
-    def tensor_bytes(self) -> int:
-        """Size of all tensors together. Tied tensors count once for each name."""
-        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @checks_keywords
@@ -118,10 +59,7 @@ def inspect(path: Location) -> Inspection:
     found, failures = inspect_all(path)
     if not failures:
         return found
-    first, *others = failures
-    for other in others:
-        first.add_note(f"another file of the folder could not be listed: {other}")
-    raise first
+    raise with_notes(failures, "another file of the folder could not be listed")
 
 
 def inspect_all(path: Location) -> tuple[Inspection, list[Exception]]:
@@ -148,13 +86,8 @@ def inspect_all(path: Location) -> tuple[Inspection, list[Exception]]:
 
 
 def _inspect_entry(entry: Entry) -> Inspection:
-    if entry.kind == "index":
-        return _inspect_sharded(Path(str(entry.path)))
-    if metadata_names(entry.path):
-        from fastensor.checkpoint.dcp.catalog import inspect_directory  # loads torch.distributed.checkpoint
-
-        return inspect_directory(cast(str, entry.path))
-    return _inspect_file(entry.path)
+    with ExitStack() as stack:
+        return open_checkpoint(entry, stack, registry.AUTO).describe()
 
 
 def _inspect_or_name(entry: Entry) -> Inspection:
@@ -225,62 +158,3 @@ def _behind(file: str, found: Inspection) -> Inspection:
         metadata=behind(found.metadata),
         ties=tuple(tuple(name_behind(file, name) for name in group) for group in found.ties),
     )
-
-
-def _inspect_file(path: Location) -> Inspection:
-    with opened(path) as file:
-        catalog = read_catalog(file, verify=True)
-        return Inspection(
-            path=file.where,
-            container=catalog.container,
-            nbytes=file.nbytes,
-            checked=catalog.checked,
-            tensors=tuple(catalog.tensors.values()),
-            others=catalog.others,
-            metadata=catalog.metadata,
-            refused=refused_globals(catalog.globals) if catalog.container == "torch" else (),
-            ties=tuple(map(tuple, ties_in(catalog.located))),
-            memory_bytes=_memory_bytes(catalog),
-        )
-
-
-def _memory_bytes(catalog: Catalog) -> int:
-    storages = {one.part.name: one.part.nbytes for one in catalog.located.values()}
-    others = (info.nbytes for name, info in catalog.tensors.items() if name not in catalog.located)
-    return sum(storages.values()) + sum(others)
-
-
-def _inspect_sharded(index: Path) -> Inspection:
-    """The contents of a model in several files.
-
-    Raises:
-        CorruptCheckpointError: a file does not hold what the index expects there.
-    """
-    contents = read_json(index)
-    expected_of = files_in(index, contents)
-    files = {path: _inspect_file(path) for path in expected_of}
-    tensors: list[TensorInfo] = []
-    others: dict[str, str] = {}
-    for path, expected in expected_of.items():
-        found = {tensor.name: tensor for tensor in files[path].tensors}
-        check_holds(str(path), found, expected)
-        shard = name_in(index.parent, path)
-        tensors += [replace(one, part=shard) for one in found.values() if one.name in expected]
-        others |= {name_behind(shard, name): text for name, text in files[path].others.items()}
-    return Inspection(
-        path=str(index),
-        container="huggingface",
-        nbytes=sum(one.nbytes for one in files.values()),
-        checked=all(one.checked for one in files.values()),
-        tensors=tuple(tensors),
-        others=others,
-        metadata={"files": str(len(files)), **_metadata_in(contents)},
-        refused=tuple(dict.fromkeys(name for one in files.values() for name in one.refused)),
-        ties=tuple(group for one in files.values() for group in one.ties),
-        memory_bytes=sum(one.memory_bytes for one in files.values()),
-    )
-
-
-def _metadata_in(index: Mapping[str, Any]) -> dict[str, str]:
-    found = index.get("metadata")
-    return {str(name): str(text) for name, text in found.items()} if isinstance(found, dict) else {}

@@ -84,12 +84,27 @@ def _kind(value: object) -> str:
     return f"of type {type(value).__name__}"
 
 
+@contextmanager
+def filling(into: Any, *, verify_first: bool) -> Iterator[Callable[..., Loaded]]:
+    """A function that fills tensors with those of a file: :func:`load_into`, which lacks its first three arguments.
+    Exceptions of the block name what has been overwritten.
+
+    Args:
+        into: as for :func:`targets_in`, which raises.
+        verify_first: as for :func:`load_into`.
+    """
+    overwritten: list[str] = []
+    targets = targets_in(into)
+    with naming(overwritten):
+        yield partial(load_into, targets=targets, verify_first=verify_first, overwritten=overwritten)
+
+
 def load_into(
     file: OpenedFile,
     request: LoadRequest,
-    targets: Mapping[str, torch.Tensor],
     load: Callable[[OpenedFile, LoadRequest], Loaded],
     *,
+    targets: Mapping[str, torch.Tensor],
     verify_first: bool,
     overwritten: list[str],
 ) -> Loaded:
@@ -98,8 +113,8 @@ def load_into(
     Args:
         file: the file.
         request: how it is read. What it says about keys and devices does not count.
-        targets: what is filled.
         load: loads the tensors that are more than their bytes, and those of files that say nothing about themselves.
+        targets: what is filled.
         verify_first: compare everything before anything is overwritten, which reads the file twice.
         overwritten: names of tensors that have been overwritten are added here.
 

@@ -98,6 +98,14 @@ def open(  # users write fastensor.open
         return LazyCheckpoint(file, catalog, stack.pop_all(), how)
 
 
+def lazily(file: OpenedFile, catalog: Catalog, stack: ExitStack, backend: BackendChoice) -> LazyCheckpoint:
+    """:func:`open` for a file that is open already. Its owner closes it, after ``stack``."""
+    if not catalog.checked:
+        warn_unverified(file.where, catalog.unchecked)
+    resources = stack.enter_context(ExitStack())
+    return LazyCheckpoint(file, catalog, resources, _Reading(None, False, True, True, backend))
+
+
 @dataclass(frozen=True, slots=True)
 class _Reading:
     """Arguments of :func:`open`, by which the tensors of a checkpoint are read."""

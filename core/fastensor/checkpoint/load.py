@@ -10,25 +10,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 from fastensor.backends import registry
-from fastensor.checkpoint.into import load_into, naming, targets_in
+from fastensor.checkpoint.containers import container_in
 from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.opened import OpenedFile, container_of, opened
+from fastensor.checkpoint.opened import OpenedFile, opened
 from fastensor.checkpoint.placement import MapLocation, begin_to_use
 from fastensor.checkpoint.progress import Meter, Progress, reporting
 from fastensor.checkpoint.report import LoadReport, warn_unverified
 from fastensor.checkpoint.request import Loaded, LoadRequest, check_arguments, is_restricted, listed
-from fastensor.checkpoint.safetensors_file import load_safetensors
 from fastensor.checkpoint.torch_errors import refusal_by_torch
-from fastensor.checkpoint.torch_file import load_legacy, load_zip
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, caught_as
 from fastensor.files.arguments import checks_keywords
 from fastensor.select.current import explores
 from fastensor.select.transfer import BackendChoice, check_choice
-from fastensor.stitch.containers import Container
 
 
 @checks_keywords
@@ -149,9 +146,7 @@ def load_with_report(
     is_restricted(weights_only)  # these two raise where the environment says what cannot be
     explores()
     names = listed(keys)
-    targets = None if into is None else targets_in(into)
-    overwritten: list[str] = []
-    with naming(overwritten), reporting(progress) as tell:
+    with _bringing(into, verify) as bring, reporting(progress) as tell:
         meter = None if progress is None else Meter(tell)
         checked = verify is not False and not mmap
         request = LoadRequest(map_location, names, weights_only, mmap, checked, backend, meter=meter)
@@ -160,12 +155,7 @@ def load_with_report(
             if mmap and file.path is None:
                 raise ValueError(f"mmap=True needs the path of a local file, found {file.where}")
             load_file = _loader_of(file, request)
-            if targets is None:
-                loaded = load_file(file, request)
-            else:
-                loaded = load_into(
-                    file, request, targets, load_file, verify_first=verify == "first", overwritten=overwritten
-                )
+            loaded = bring(file, request, load_file)
             if meter is not None:
                 meter.finish(file.nbytes)
             report = LoadReport(
@@ -181,6 +171,20 @@ def load_with_report(
     if request.checked and not loaded.verified:
         warn_unverified(report.path, loaded.unchecked)
     return loaded.result if into is None else into, report
+
+
+Loader: TypeAlias = Callable[[OpenedFile, LoadRequest], Loaded]
+
+
+def _bringing(
+    into: Mapping[str, Any] | None, verify: bool | Literal["first"] | None
+) -> AbstractContextManager[Callable[[OpenedFile, LoadRequest, Loader], Loaded]]:
+    """A function that loads a file by the loader of its container, or fills ``into`` with what is in it."""
+    if into is None:
+        return nullcontext(lambda file, request, load_file: load_file(file, request))
+    from fastensor.checkpoint.into import filling  # most loads need nothing of it
+
+    return filling(into, verify_first=verify == "first")
 
 
 @contextmanager
@@ -200,10 +204,6 @@ def _end_unless_torch_stopped(file: OpenedFile) -> None:
         file.borrowed.stopped_at = file.nbytes
 
 
-Loader: TypeAlias = Callable[[OpenedFile, LoadRequest], Loaded]
-_LOADERS: dict[Container, Loader] = {"torch": load_zip, "safetensors": load_safetensors, "legacy": load_legacy}
-
-
 def _loader_of(file: OpenedFile, request: LoadRequest) -> Loader:
     """
     Raises:
@@ -211,6 +211,6 @@ def _loader_of(file: OpenedFile, request: LoadRequest) -> Loader:
             raises for the file, too.
     """
     try:
-        return _LOADERS[container_of(file)]
+        return container_in(file).load
     except (CorruptCheckpointError, NotACheckpointError) as error:
         raise caught_as(error, refusal_by_torch(file, request)) from error.__cause__

@@ -225,8 +225,6 @@ def _entries(
     catalog: Catalog, root: str | None, where: str
 ) -> tuple[Mapping[str, Located | None], Mapping[str, Any] | None]:
     check_root(catalog, root, where)
-    if catalog.container == "safetensors":
-        return catalog.located, None
     branch = dict_in(catalog.structure, root, where)
     versions = getattr(branch, STATE, {}).get(_METADATA)
     entries = {str(name): catalog.by_identity.get(id(value)) for name, value in branch.items()}

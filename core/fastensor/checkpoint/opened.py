@@ -5,12 +5,10 @@ from __future__ import annotations
 import errno
 import io
 import os
-import re
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -26,12 +24,10 @@ from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.ordering import wait_to_read
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
 from fastensor.checkpoint.remote import OnlyWholeError, RemoteFile, download
-from fastensor.checkpoint.sharded import find_weights
 from fastensor.errors import (
     CheckpointReadError,
     CorruptCheckpointError,
     EmptyCheckpointError,
-    NotACheckpointError,
     caught_as,
 )
 from fastensor.files import posix
@@ -39,7 +35,6 @@ from fastensor.files.os_errors import read_errors
 from fastensor.select.context import Context
 from fastensor.select.rule import RESIDENT_FRACTION, choose_reader
 from fastensor.select.transfer import Transfer
-from fastensor.stitch.containers import SNIFFED_NBYTES, Container, is_tar, recognize, refuse_foreign
 
 _BUFFERED: tuple[Any, ...] = (io.BufferedReader, io.BufferedRandom)
 _NEARLY_ALL = 0.9
@@ -247,6 +242,8 @@ def _open_local(path: str, where: str, stack: ExitStack) -> LocalFile:
 
 
 def _what_is(directory: str) -> str:
+    from fastensor.checkpoint.sharded import find_weights  # only this message needs it
+
     if metadata_names(directory):
         return (
             "the directory of a distributed checkpoint; load it by torch.distributed.checkpoint with "
@@ -318,63 +315,3 @@ def read_exactly(file: OpenedFile, offset: int, nbytes: int) -> bytes:
     if found != nbytes:
         raise CorruptCheckpointError(f"{file.where}: the file ends before offset {offset + nbytes}; it was cut off")
     return bytes(data)
-
-
-def container_of(file: OpenedFile) -> Container:
-    """The container of a file.
-
-    Raises:
-        NotACheckpointError: the file is something else.
-        CorruptCheckpointError: the file begins like nothing that is known.
-    """
-    start = read_exactly(file, 0, min(SNIFFED_NBYTES, file.nbytes))
-    if is_tar(start):
-        _check_is_torchs(file)
-    container = recognize(start, file.nbytes, "")
-    if container is None:
-        refuse_foreign(start, file.where)
-        container = recognize(start, file.nbytes, file.where)
-    if container is None:
-        zeros = "" if any(start) else ": space was reserved for it, and the bytes never came"
-        raise CorruptCheckpointError(
-            f"{file.where}: found {start[:8]!r} at offset 0, but no zip archive of torch, no safetensors file and no "
-            f"file of torch before 1.6 begins like that{zeros}; it was damaged, or has a format unknown here"
-        )
-    return container
-
-
-_TAR_BLOCK = 512
-_MOST_TAR_HEADERS = 16
-_OCTAL = re.compile(rb"[0-7]+")
-_ABOUT_THE_NEXT = (b"x", b"g", b"L", b"K")
-"""Types of members of a tar archive that only describe the next one."""
-_IN_TORCHS_TARS = frozenset(("sys_info", "pickle", "tensors", "storages"))
-
-
-def _check_is_torchs(file: OpenedFile) -> None:
-    """
-    Raises:
-        NotACheckpointError: the file is a tar archive of something else than torch before 0.1.11 put into one.
-    """
-    names = [*islice(_names_in_tar(file), len(_IN_TORCHS_TARS))]
-    if not _IN_TORCHS_TARS.intersection(names):
-        shown = ", ".join(map(repr, names)) or "nothing that can be read"
-        raise NotACheckpointError(
-            f"{file.where}: expected a checkpoint, found a tar archive, which begins with {shown}; unpack it first"
-        )
-
-
-def _names_in_tar(file: OpenedFile) -> Iterator[str]:
-    """The names of the first members of a tar archive, up to a header that cannot be read. ``tarfile`` would allocate
-    what a header claims."""
-    at = 0
-    for _ in range(_MOST_TAR_HEADERS):
-        if at + _TAR_BLOCK > file.nbytes:
-            return
-        header = read_exactly(file, at, _TAR_BLOCK)
-        if any(header) and header[156:157] not in _ABOUT_THE_NEXT:
-            yield header[:100].partition(b"\0")[0].decode(errors="backslashreplace")
-        size = header[124:136].strip(b" \0")
-        if not _OCTAL.fullmatch(size):
-            return
-        at += _TAR_BLOCK + -(-int(size, 8) // _TAR_BLOCK) * _TAR_BLOCK

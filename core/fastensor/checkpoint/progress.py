@@ -55,8 +55,8 @@ def reporting(progress: Progress | None) -> Iterator[Progress]:
     raise error
 
 
-def tell_part(tell: Progress, before: int, total: int, done: int, of_file: int) -> None:
-    """Add what is done of one file to what was done before. The sizes of files are those that count."""
+def tell_part(tell: Progress, before: int, total: int, done: int, of_part: int = 0) -> None:
+    """Add what is done of a file, or of a part of one, to what was done before. It is ``total`` that counts."""
     tell(min(before + done, total), total)
 
 

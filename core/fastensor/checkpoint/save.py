@@ -19,7 +19,7 @@ from fastensor.errors import LayoutError
 from fastensor.files.arguments import check_flags, checks_keywords, did_you_mean
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch import safetensors, torch_zip
-from fastensor.stitch.containers import is_safetensors_name
+from fastensor.stitch.signatures import is_safetensors_name
 from fastensor.stitch.source import Plan
 
 DEFAULT_PROTOCOL = 2

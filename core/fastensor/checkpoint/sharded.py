@@ -22,7 +22,7 @@ from fastensor.errors import CheckpointWriteError, CorruptCheckpointError, NotAC
 from fastensor.files import posix
 from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import kept_at, read_errors, write_errors
-from fastensor.stitch.containers import SNIFFED_NBYTES, refuse_foreign
+from fastensor.stitch.signatures import SNIFFED_NBYTES, refuse_foreign
 
 INDEX_SUFFIX = ".index.json"
 WEIGHT_MAP = "weight_map"
@@ -92,7 +92,12 @@ def files_at(path: Location) -> Mapping[Location, set[str] | None]:
         return {path: None}
     if not is_index(weights):
         return {weights: None}
-    return {file: names for file, names in files_of(weights).items()}  # noqa: C416  # dict() would keep narrower types
+    return located(files_of(weights))
+
+
+def located(files: Mapping[Path, set[str]]) -> dict[Location, set[str] | None]:
+    """The files of an index as those of any checkpoint."""
+    return {file: names for file, names in files.items()}  # noqa: C416  # dict() would keep narrower types
 
 
 def files_behind(path: Location, *, others: str = "") -> Mapping[Location, set[str] | None]:

@@ -14,13 +14,12 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import dropwhile
 from types import FrameType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError
 
-from fastensor.checkpoint.archive import read_archive
-from fastensor.checkpoint.catalog import read_catalog
+from fastensor.checkpoint.archive import read_archive, read_catalog
 from fastensor.checkpoint.opened import FileView, OpenedFile, read_exactly
 from fastensor.checkpoint.placement import check_destination, is_users, refusal_to_place
 from fastensor.checkpoint.request import FORCED, LoadRequest
@@ -33,10 +32,12 @@ from fastensor.errors import (
     caught_as,
 )
 from fastensor.files.os_errors import read_error
-from fastensor.stitch.containers import SNIFFED_NBYTES, is_safetensors_name, is_tar
-from fastensor.stitch.pickle_records import PickledStorage, storages_in
+from fastensor.stitch.signatures import SNIFFED_NBYTES, is_safetensors_name, is_tar
 from fastensor.stitch.torch_records import TorchArchive
 from fastensor.stitch.zip_directory import has_end
+
+if TYPE_CHECKING:
+    from fastensor.stitch.pickle_records import PickledStorage
 
 _GLOBAL_REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global|whose module (\S+) is blocked")
 _OPERAND = re.compile(r"Unsupported operand (\d+)")
@@ -167,6 +168,8 @@ def _judge(error: Exception, file: OpenedFile, request: LoadRequest) -> Exceptio
 
 def _read_soberly(file: OpenedFile, archive: TorchArchive) -> tuple[list[PickledStorage], FastensorError | None]:
     """The storages that the pickle names, read without running it, and the defect of the file, if it has one."""
+    from fastensor.stitch.pickle_records import storages_in  # a load that does not fail needs nothing of it
+
     try:
         storages = list(storages_in(read_catalog(file, verify=False).structure))
     except (CorruptCheckpointError, UnsupportedContentError) as defect:

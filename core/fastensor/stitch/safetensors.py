@@ -28,6 +28,7 @@ from fastensor.stitch.areas import Area, overlapping
 from fastensor.stitch.image import Header, Image, Payload, Segment
 from fastensor.stitch.parts import Part
 from fastensor.stitch.shape import MAX_SIZE, is_shape
+from fastensor.stitch.signatures import LENGTH_NBYTES, MAX_HEADER_NBYTES
 from fastensor.stitch.source import Plan
 
 CHECKSUM_KEY = "fastensor.crc32"
@@ -39,9 +40,6 @@ OF_TORCH = {"format": "pt"}
 """The metadata by which other libraries know that the tensors are torch's. Accelerate, huggingface_hub and transformers
 before 5 take a file without metadata, and refuse one whose metadata name no format."""
 METADATA_KEY = "__metadata__"
-LENGTH_NBYTES = 8
-MAX_HEADER_NBYTES = 100_000_000
-"""The limit of the reference implementation."""
 _ALIGNMENT = 8
 _BLANK = "0" * 8
 _DTYPES: tuple[tuple[str, str, int], ...] = (

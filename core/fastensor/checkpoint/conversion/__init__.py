@@ -1,3 +1,3 @@
-"""The parts of :func:`fastensor.convert`: ``selection.py`` and ``renames.py`` choose tensors (pure), ``layout.py`` lays
-out the new file, ``copying.py`` and ``casting.py`` bring the bytes, ``losses.py`` says what a conversion would leave
-out."""
+"""The parts of :func:`fastensor.convert`: ``settings.py`` has its keywords, ``sources.py`` opens what it reads,
+``selection.py`` chooses tensors and their names (pure), ``copying.py`` brings and casts their bytes, ``same_file.py``
+keeps a source from being replaced by less."""

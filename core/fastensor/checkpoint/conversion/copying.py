@@ -1,16 +1,21 @@
-"""The bytes of tensors, read from their files in the order in which a new file needs them."""
+"""The bytes of tensors, read from their files in the order in which a new file needs them, and cast on the way."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
+
+import torch
+from isal import isal_zlib
 
 from fastensor.checkpoint.catalog import Located
 from fastensor.checkpoint.opened import OpenedFile
 from fastensor.checkpoint.progress import Progress
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import PartReader, extents_of
+from fastensor.errors import UnsupportedContentError
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.source import FileBytes
 
@@ -98,3 +103,97 @@ class SourceBytes(FileBytes):
 
     def check(self, crc32: int) -> None:
         self._source.check(self._one, crc32)
+
+
+class PiecewiseBytes(FileBytes):
+    """Bytes that are asked for from front to back, once or several times.
+
+    Args:
+        nbytes: how many.
+        begin: begins to read: gives all bytes in pieces. What it does behind the last piece, it does before the last
+            bytes are given out. A piece is given up before the next one is asked for.
+        report: called with the number of bytes that have been read.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        begin: Callable[[], Iterator[memoryview]],
+        report: Callable[[int], object] = lambda done: None,
+    ) -> None:
+        self._nbytes = nbytes
+        self._begin = begin
+        self._report = report
+        self._pieces: Iterator[memoryview] = iter(())
+        self._piece = memoryview(b"")
+        """What is left of the piece that was read last."""
+        self._at = 0
+        """Where that begins."""
+
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def readinto(self, begin: int, buffer: memoryview) -> int:
+        if begin == 0 or begin < self._at:
+            self._pieces, self._piece, self._at = self._begin(), memoryview(b""), 0
+        assert begin == self._at
+        done = 0
+        while done < buffer.nbytes:
+            if not self._piece:
+                self._piece = memoryview(b"")  # so that the memory is free before more is used
+                self._piece = next(self._pieces)
+            taken = self._piece[: buffer.nbytes - done]
+            buffer[done : done + taken.nbytes] = taken
+            self._piece = self._piece[taken.nbytes :]
+            done += taken.nbytes
+        self._at += done
+        if self._at == self._nbytes:
+            self._piece = memoryview(b"")
+            next(self._pieces, None)
+        self._report(self._at)
+        return int(isal_zlib.crc32(buffer))
+
+    def check(self, crc32: int) -> None:
+        """The pieces have been compared when they were read."""
+
+
+_PIECE_ELEMENTS = 1 << 20
+"""How many elements are cast at a time."""
+
+
+def cast_bytes(source: FileBytes, dtype: torch.dtype, wanted: torch.dtype, title: str) -> FileBytes:
+    """The bytes of a tensor in another dtype, asked for from front to back, once or several times.
+
+    Args:
+        source: the bytes of the tensor as it is. It is compared when all of them have been cast.
+        dtype: its dtype, of floats.
+        wanted: the dtype that it gets.
+        title: what messages call it.
+    """
+    nbytes = source.nbytes() // dtype.itemsize * wanted.itemsize
+    return PiecewiseBytes(nbytes, partial(_cast_pieces, source, dtype, wanted, title))
+
+
+def _cast_pieces(source: FileBytes, dtype: torch.dtype, wanted: torch.dtype, title: str) -> Iterator[memoryview]:
+    numel = source.nbytes() // dtype.itemsize
+    crc32 = 0
+    for at in range(0, numel, _PIECE_ELEMENTS):
+        values = torch.empty(min(_PIECE_ELEMENTS, numel - at), dtype=dtype)
+        memory = values.view(torch.uint8).numpy().data
+        crc32 = isal_zlib.crc32_combine(crc32, source.readinto(at * dtype.itemsize, memory), memory.nbytes)
+        yield _cast(values, wanted, title).view(torch.uint8).numpy().data
+    source.check(crc32)
+
+
+def _cast(values: torch.Tensor, wanted: torch.dtype, title: str) -> torch.Tensor:
+    """
+    Raises:
+        UnsupportedContentError: finite values would become infinite.
+    """
+    found = values.to(wanted)
+    if overflown := int((found.isinf() & values.isfinite()).sum()):
+        raise UnsupportedContentError(
+            f"{title}: {overflown} finite values would be infinite in {wanted}, the largest is "
+            f"{float(values[values.isfinite()].abs().max()):g}; choose a dtype of a wider range, such as bfloat16"
+        )
+    return found

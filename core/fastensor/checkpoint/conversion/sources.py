@@ -1,53 +1,64 @@
-"""The files that a conversion reads: one, or those of a model in several files."""
+"""What a conversion reads: a file, the files of a model, or a distributed checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
 
-from fastensor.checkpoint.catalog import Catalog, ties_in
-from fastensor.checkpoint.conversion.copying import InFile
-from fastensor.checkpoint.conversion.renames import renamed
-from fastensor.checkpoint.conversion.selection import Selection, select
+import torch
+
+from fastensor.checkpoint.catalog import Catalog, TensorInfo, ties_in
+from fastensor.checkpoint.cataloged import open_files
+from fastensor.checkpoint.containers import container_at
+from fastensor.checkpoint.conversion.copying import InFile, SourceBytes, SourceTensors
+from fastensor.checkpoint.conversion.selection import Selection, renamed, select
 from fastensor.checkpoint.conversion.settings import ConvertSettings
 from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.opened import OpenedFile, opened
-from fastensor.checkpoint.rewriting import read_catalog_of_any
-from fastensor.checkpoint.sharded import check_holds, files_of, is_index, weights_at
+from fastensor.checkpoint.progress import Progress
+from fastensor.checkpoint.sharded import files_at, is_index, weights_at
 from fastensor.errors import UnsupportedContentError
+from fastensor.stitch.safetensors import beyond_format
+from fastensor.stitch.source import FileBytes
 
 _SHOWN = 5
+ReadTensors: TypeAlias = Callable[[Sequence[str], Progress], Sequence[FileBytes]]
+"""Gives the bytes of tensors, which are then read in this order; calls the progress with the bytes that have been read,
+and those of all these tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What is converted. The files are open."""
+    """What is converted. It is open."""
 
     where: str
     """What messages call it."""
-    paths: tuple[Location, ...]
-    """Its files, and their index."""
-    tensors: Mapping[str, InFile]
+    tensors: Mapping[str, TensorInfo]
     """By their new names."""
-    metadata: Mapping[str, str]
-    """The metadata of the safetensors file, or that which all of the files have."""
-    unchecked: Mapping[str, str]
-    """Files without checksums, and why."""
+    read: ReadTensors
     left_out: tuple[str, ...]
     """Names of what is not converted."""
-    ties: Mapping[str, Sequence[Sequence[str]]]
+    paths: tuple[Location, ...] = ()
+    """Its files, and their index. Those of a distributed checkpoint are not among them."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """The metadata of the safetensors file, or that which all of the files have."""
+    unchecked: Mapping[str, str] = field(default_factory=dict)
+    """Files without checksums, and why."""
+    ties: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
     """Names of tensors that share memory, by the files that have such."""
-    only: tuple[Catalog, Selection] | None
-    """The catalog of a source that is one file, and what is taken of it; None for several files."""
+    only: tuple[Catalog, Selection] | None = None
+    """The catalog of a source that is one file, and what is taken of it; None for others."""
+    build: Callable[[Mapping[str, torch.Tensor]], Any] = dict
+    """Makes what is saved of its tensors, by name."""
 
 
 def open_source(location: Location, settings: ConvertSettings, stack: ExitStack) -> Source:
     """Open the files of a source, and choose its tensors. Only directories are read, but for files of torch before 1.6.
 
     Args:
-        location: a file; or the index or folder of a model in several files.
+        location: a file; the index or folder of a model in several files; or the directory of a distributed checkpoint.
         settings: of the conversion.
         stack: closes the files.
 
@@ -56,64 +67,66 @@ def open_source(location: Location, settings: ConvertSettings, stack: ExitStack)
         CorruptCheckpointError: a file is damaged, or is not of the index.
         UnsupportedContentError: tensors cannot be chosen.
     """
-    found = weights_at(location)
-    if found is not None and is_index(found):
-        return _open_sharded(found, settings, stack)
-    return _open_file(location if found is None else found, settings, stack)
+    if container := container_at(location):
+        return container.open_source(location, settings, stack)
+    return _open_files(location, settings, stack)
 
 
-def _open_file(location: Location, settings: ConvertSettings, stack: ExitStack) -> Source:
-    file, catalog, selection = _open_one(location, settings, settings.root, stack)
-    names = renamed(selection.tensors, settings.rename, file.where)
-    return Source(
-        where=file.where,
-        paths=(location,),
-        tensors={names[name]: InFile(file, one) for name, one in selection.tensors.items()},
-        metadata=catalog.metadata,
-        unchecked={} if catalog.checked else {file.where: catalog.unchecked},
-        left_out=selection.left_out,
-        ties=_ties({file.where: selection}),
-        only=(catalog, selection),
-    )
-
-
-def _open_one(
-    location: Location, settings: ConvertSettings, root: str | None, stack: ExitStack
-) -> tuple[OpenedFile, Catalog, Selection]:
-    file, catalog = read_catalog_of_any(stack.enter_context(opened(location)), stack, verify=settings.verify)
-    return file, catalog, select(catalog, root, drop=settings.drop, where=file.where)
-
-
-def _open_sharded(index: Path, settings: ConvertSettings, stack: ExitStack) -> Source:
-    if settings.root is not None:
+def _open_files(location: Location, settings: ConvertSettings, stack: ExitStack) -> Source:
+    weights = weights_at(location)
+    index = weights if weights is not None and is_index(weights) else None
+    if index is not None and settings.root is not None:
         raise UnsupportedContentError(
             f"{index}: a model in several files has no inner dicts, so leave root={settings.root!r} out"
         )
-    tensors: dict[str, InFile] = {}
-    metadata: list[Mapping[str, str]] = []
-    unchecked: dict[str, str] = {}
-    left_out: list[str] = []
-    selections: dict[str, Selection] = {}
-    files = files_of(index)
-    for path, expected in files.items():
-        file, catalog, selection = _open_one(path, settings, None, stack)
-        check_holds(str(path), selection.tensors, expected)
-        tensors |= {name: InFile(file, one) for name, one in selection.tensors.items() if name in expected}
-        metadata.append(catalog.metadata)
-        unchecked |= {} if catalog.checked else {file.where: catalog.unchecked}
-        left_out += selection.left_out
-        selections[file.where] = selection
-    names = renamed(tensors, settings.rename, str(index))
+    files = open_files(files_at(location), stack, verify=settings.verify, rewrite=True)
+    where = str(index or files[0].file.where)
+    selections = [select(one.catalog, settings.root, drop=settings.drop, where=one.file.where) for one in files]
+    found = {
+        name: InFile(one.file, tensor)
+        for one, selection in zip(files, selections, strict=True)
+        for name, tensor in selection.tensors.items()
+        if one.counts(name)
+    }
+    new = renamed(found, settings.rename, where)
+    _check_contiguous(found)
+    tensors = {new[name]: one for name, one in found.items()}
+    metadata = _shared([one.catalog.metadata for one in files])
+    lost = metadata_in_words(metadata) if settings.container == "torch" else []
+    ties = {one.file.where: ties_in(selection.tensors) for one, selection in zip(files, selections, strict=True)}
     return Source(
-        where=str(index),
-        paths=(index, *files),
-        tensors={names[name]: one for name, one in tensors.items()},
-        metadata=_shared(metadata),
-        unchecked=unchecked,
-        left_out=tuple(left_out),
-        ties=_ties(selections),
-        only=None,
+        where=where,
+        tensors={name: one.tensor.info for name, one in tensors.items()},
+        read=partial(_read, tensors, settings, stack),
+        left_out=(*(name for one in selections for name in one.left_out), *lost),
+        paths=(*([] if index is None else [index]), *(one.location for one in files)),
+        metadata=metadata,
+        unchecked={one.file.where: one.catalog.unchecked for one in files if not one.catalog.checked},
+        ties={where: groups for where, groups in ties.items() if groups},
+        only=(files[0].catalog, selections[0]) if index is None else None,
     )
+
+
+def _check_contiguous(tensors: Mapping[str, InFile]) -> None:
+    for name, one in tensors.items():
+        if not one.tensor.on_meta().is_contiguous():
+            raise UnsupportedContentError(
+                f"{one.file.where}: {name!r} is not contiguous, so its bytes cannot be copied as they are; load it, "
+                f"and save .contiguous()"
+            )
+
+
+def _read(
+    tensors: Mapping[str, InFile],
+    settings: ConvertSettings,
+    stack: ExitStack,
+    names: Sequence[str],
+    progress: Progress,
+) -> Sequence[FileBytes]:
+    order = [tensors[name] for name in names]
+    reader = SourceTensors(order, verify=settings.verify, backend=settings.backend, progress=progress)
+    stack.callback(reader.close)
+    return [SourceBytes(reader, one) for one in order]
 
 
 def _shared(metadata: Sequence[Mapping[str, str]]) -> dict[str, str]:
@@ -126,8 +139,9 @@ def _shared(metadata: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return {name: text for name, text in first.items() if all(one.get(name) == text for one in metadata)}
 
 
-def _ties(selections: Mapping[str, Selection]) -> dict[str, Sequence[Sequence[str]]]:
-    return {where: ties for where, one in selections.items() if (ties := ties_in(one.tensors))}
+def metadata_in_words(metadata: Mapping[str, str]) -> list[str]:
+    """What is lost of metadata, as messages list it."""
+    return [f"metadata {name!r}" for name in beyond_format(metadata)]
 
 
 def what_shares_memory(ties: Mapping[str, Sequence[Sequence[str]]]) -> str:

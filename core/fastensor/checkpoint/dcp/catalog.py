@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import io
 import os
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fastensor.checkpoint.catalog import TensorInfo
+from fastensor.checkpoint.catalog import Inspection, TensorInfo
+from fastensor.checkpoint.comparing import (
+    Comparison,
+    DamagedCheckpointError,
+    FileToVerify,
+    VerifyReport,
+    compare_each,
+    verify_opened,
+)
+from fastensor.checkpoint.containers import container_in
 from fastensor.checkpoint.dcp.items import Item, ItemReader, is_safetensors, items_by_file
 from fastensor.checkpoint.dcp.metadata import chunks_in, has_seal, read_metadata
 from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
 from fastensor.checkpoint.directories import BESIDE_SHARDS, metadata_names
-from fastensor.checkpoint.foreign_code import foreign_code
-from fastensor.checkpoint.inspect import Inspection
+from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.opened import OpenedFile, opened
-from fastensor.checkpoint.progress import Progress
+from fastensor.checkpoint.progress import Progress, tell_part
 from fastensor.checkpoint.read_options import ReadOptions
-from fastensor.checkpoint.verify import DamagedCheckpointError, VerifyReport, verify, verify_opened
 from fastensor.errors import CheckpointReadError, CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.parts import Damage
@@ -72,130 +79,87 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
     return Contents(directory, found[0], items_by_file(items), nbytes, len(found), tuple(unsealed))
 
 
-def verify_directory(path: str | os.PathLike[str], backend: BackendChoice, progress: Progress) -> VerifyReport:
-    """:func:`fastensor.verify` for a distributed checkpoint.
-
-    Raises:
-        DamagedCheckpointError: items do not match; the report lists them.
-        CorruptCheckpointError: the metadata are damaged, or a file is cut off.
-        CheckpointReadError: a file is missing, or could not be read.
-    """
-    started = time.perf_counter()
-    contents = read_contents(path)
-    comparison = _DirectoryComparison(progress, sum(item.nbytes for items in contents.files.values() for item in items))
-    nbytes = contents.metadata_nbytes
-    for name, items in contents.files.items():
-        where = contents.directory.name_of(name)
-        try:
-            with contents.directory.open(name) as file:
-                nbytes += file.nbytes
-                if is_safetensors(file):
-                    comparison.compare_safetensors(file, name, backend)
-                    continue
-                with ItemReader(file, items, ReadOptions(backend), verify=True) as reader:
-                    for item in items:
-                        comparison.compare(reader, item)
-        except FileNotFoundError as error:
-            raise CheckpointReadError(error.errno, "the metadata name this file, which is missing", where) from error
-    nbytes += comparison.compare_file(contents.directory)
-    report = VerifyReport(
-        path=contents.directory.path,
-        container="dcp",
-        nbytes=nbytes,
-        compared=comparison.compared,
-        compared_bytes=comparison.compared_bytes,
-        uncompared=comparison.uncompared + len(contents.unsealed),
-        seconds=time.perf_counter() - started,
-        damage=tuple(comparison.damage),
-        code=tuple(dict.fromkeys((*_code_of_metadata(contents), *comparison.code))),
-        not_compared=(*contents.unsealed, *comparison.not_compared),
-    )
-    if report.damage:
-        raise DamagedCheckpointError(report)
-    return report
+def verify_directory(location: Location, backend: BackendChoice, progress: Progress) -> VerifyReport:
+    """:func:`fastensor.verify` for a distributed checkpoint."""
+    contents = read_contents(cast(str, location))
+    directory = contents.directory
+    comparison = Comparison(contents.metadata_nbytes, uncompared=len(contents.unsealed))
+    comparison.code += _code_of_metadata(contents)
+    comparison.not_compared += contents.unsealed
+    tasks = [
+        FileToVerify(name, sum(item.nbytes for item in items), partial(_verify_file, directory, name, items, backend))
+        for name, items in contents.files.items()
+    ]
+    tasks.append(FileToVerify(BESIDE_SHARDS, 0, partial(_verify_beside, directory, backend)))
+    return compare_each(comparison, tasks, directory.path, "dcp", progress)
 
 
-class _DirectoryComparison:
-    """Counts of the items that have been compared so far."""
+def _verify_file(
+    directory: LocalDirectory | RemoteDirectory,
+    name: str,
+    items: Sequence[Item],
+    backend: BackendChoice,
+    progress: Progress,
+) -> VerifyReport:
+    try:
+        with directory.open(name) as file:
+            return (
+                verify_opened(file, backend, progress)
+                if is_safetensors(file)
+                else _verify_items(file, items, backend, progress)
+            )
+    except FileNotFoundError as error:
+        message = "the metadata name this file, which is missing"
+        raise CheckpointReadError(error.errno, message, directory.name_of(name)) from error
 
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress = progress
-        self._total = total
-        self._done = 0
-        self.compared = 0
-        self.compared_bytes = 0
-        self.uncompared = 0
-        self.damage: list[Damage] = []
-        self.code: list[str] = []
-        self.not_compared: dict[str, None] = {}
-        """The files that were not compared, or not wholly, in order."""
 
-    def compare(self, reader: ItemReader, item: Item) -> None:
-        """Compare an item with its CRC32, or with those of its records."""
-        title = f"{item.file}: item {item.fqn!r}"
-        if item.crc32 is not None:
-            found = reader.crc32_of(item, lambda done: self._progress(self._done + done, self._total))
-            self._add(1, item.nbytes)
-            if found != item.crc32:
-                self.damage.append(Damage(title, item.offset, item.nbytes, found, item.crc32))
-            elif item.shape is None:
-                self.code += _code_in(reader.read(item))
-        else:
-            self._compare_records(reader, item, title)
-        self._done += item.nbytes
-        self._progress(self._done, self._total)
+def _verify_beside(
+    directory: LocalDirectory | RemoteDirectory, backend: BackendChoice, progress: Progress
+) -> VerifyReport:
+    """Compare the file of Lightning beside the shards, if there is one."""
+    try:
+        with directory.open(BESIDE_SHARDS) as file:
+            return verify_opened(file, backend, progress)
+    except FileNotFoundError:
+        return Comparison().report(directory.name_of(BESIDE_SHARDS), "dcp")
 
-    def compare_safetensors(self, file: OpenedFile, name: str, backend: BackendChoice) -> None:
-        """Compare a file of safetensors with its own checksums."""
-        try:
-            report = verify_opened(file, backend, lambda done, total: self._progress(self._done + done, self._total))
-        except DamagedCheckpointError as error:
-            report = error.report
-        self._add_report(report, name, name, 0)
-        self._done += report.compared_bytes
 
-    def compare_file(self, directory: LocalDirectory | RemoteDirectory) -> int:
-        """Compare the file of Lightning beside the shards. Returns its size; 0 if there is none."""
-        try:
-            report = verify(directory.name_of(BESIDE_SHARDS))
-        except FileNotFoundError:
-            return 0
-        except DamagedCheckpointError as error:
-            report = error.report
-        self._add_report(report, BESIDE_SHARDS, BESIDE_SHARDS, 0)
-        return report.nbytes
+def _verify_items(file: OpenedFile, items: Sequence[Item], backend: BackendChoice, progress: Progress) -> VerifyReport:
+    """Compare items with their CRC32s, or with those of their records."""
+    comparison = Comparison(file.nbytes)
+    done, total = 0, sum(item.nbytes for item in items)
+    with ItemReader(file, items, ReadOptions(backend), verify=True) as reader:
+        for item in items:
+            title = f"item {item.fqn!r}"
+            if item.crc32 is None:
+                _add_records(comparison, reader, item, title)
+            else:
+                found = reader.crc32_of(item, partial(tell_part, progress, done, total))
+                damage = Damage(title, item.offset, item.nbytes, found, item.crc32) if found != item.crc32 else None
+                comparison.add_part(item.nbytes, damage)
+                if damage is None and item.shape is None:
+                    comparison.code += _code_in(reader.read(item))
+            done += item.nbytes
+            progress(done, total)
+    return comparison.report(file.where, "dcp")
 
-    def _compare_records(self, reader: ItemReader, item: Item, title: str) -> None:
-        try:
-            report = None if item.transforms else reader.verify_records(item)
-        except DamagedCheckpointError as error:
-            report = error.report
-        if report is None:
-            self._add_uncompared(item.file, 1)
-            return
-        self._add_report(report, item.file, title, item.offset)
 
-    def _add_report(self, report: VerifyReport, file: str, title: str, offset: int) -> None:
-        self._add(report.compared, report.compared_bytes)
-        self._add_uncompared(file, report.uncompared)
-        self.code += report.code
-        self.damage += [replace(one, part=f"{title}: {one.part}", offset=offset + one.offset) for one in report.damage]
-
-    def _add_uncompared(self, file: str, count: int) -> None:
-        self.uncompared += count
-        if count:
-            self.not_compared[file] = None
-
-    def _add(self, count: int, nbytes: int) -> None:
-        self.compared += count
-        self.compared_bytes += nbytes
+def _add_records(comparison: Comparison, reader: ItemReader, item: Item, title: str) -> None:
+    try:
+        report = None if item.transforms else reader.verify_records(item)
+    except DamagedCheckpointError as error:
+        report = error.report
+    if report is None:
+        comparison.uncompared += 1
+    else:
+        comparison.add_report(report, title, item.offset)
 
 
 def _code_in(data: bytes) -> tuple[str, ...]:
     """Code that the bytes of an object name. Bytes that a planner of the user's has made are not unpickled by torch."""
     try:
         with opened(io.BytesIO(data)) as file:
-            return foreign_code(file)
+            return container_in(file).foreign_code(file)
     except (CorruptCheckpointError, NotACheckpointError):
         return ()
 
@@ -205,16 +169,6 @@ def _code_of_metadata(contents: Contents) -> Iterator[str]:
     for one in all_in(contents.metadata.planner_data):
         if isinstance(one, UnknownObject | UnknownGlobal) and "." in one.name:  # others are keys that take long to hash
             yield one.name
-
-
-def inspect_directory(path: str | os.PathLike[str]) -> Inspection:
-    """:func:`fastensor.inspect` for a distributed checkpoint.
-
-    Raises:
-        CorruptCheckpointError: the metadata are damaged.
-        CheckpointReadError: a file could not be read.
-    """
-    return describe(read_contents(path))
 
 
 def describe(contents: Contents) -> Inspection:

@@ -11,21 +11,20 @@ from isal import isal_zlib
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from fastensor.backends import stream
+from fastensor.backends import registry, stream
 from fastensor.backends.base import Extent
 from fastensor.backends.fallback import Fallback
 from fastensor.backends.window import SMALL_NBYTES, ReadWindow, joined
+from fastensor.checkpoint.comparing import DamagedCheckpointError, VerifyReport, verify_opened
+from fastensor.checkpoint.containers import recognize, start_of
 from fastensor.checkpoint.load import load
 from fastensor.checkpoint.opened import FileView, OpenedFile
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
-from fastensor.checkpoint.reader import MeasuredReader, new_array
-from fastensor.checkpoint.verify import VerifyReport
-from fastensor.checkpoint.verify import verify as verify_file
+from fastensor.checkpoint.reader import MeasuredReader, Memory, new_array
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
-from fastensor.files.os_errors import read_errors
-from fastensor.stitch.containers import SNIFFED_NBYTES, recognize, refuse_foreign
 from fastensor.stitch.image import CHECKSUM_NBYTES
 from fastensor.stitch.shards import TensorArchive, archive_of
+from fastensor.stitch.signatures import refuse_foreign
 
 _BLOCK_NBYTES = 4 << 20
 _ZIP = b"PK\3\4"
@@ -80,6 +79,20 @@ class Item:
         """The item in messages."""
         return f"item {self.fqn!r} ({self.nbytes} bytes at offset {self.offset})"
 
+    def check_is_in(self, file: OpenedFile) -> None:
+        """
+        Raises:
+            CorruptCheckpointError: the item ends behind the end of its file.
+            NotACheckpointError: it is known that the file is something else.
+        """
+        if self.offset + self.nbytes > file.nbytes:
+            if not self.transforms:
+                refuse_foreign(start_of(file), file.where, "a file of a distributed checkpoint")
+            raise CorruptCheckpointError(
+                f"{file.where}: {self.title} ends behind the end of the file at {file.nbytes}: the file was cut off, "
+                f"or the metadata are those of another save"
+            )
+
     @property
     def is_small(self) -> bool:
         """True if the item is read together with its neighbours."""
@@ -102,14 +115,7 @@ def items_by_file(items: Iterable[Item]) -> dict[str, list[Item]]:
 
 def is_safetensors(file: OpenedFile) -> bool:
     """Whether a file of a distributed checkpoint is one of safetensors, which has no items."""
-    return recognize(_start_of(file), file.nbytes, "") == "safetensors"
-
-
-def _start_of(file: OpenedFile) -> bytes:
-    start = memoryview(bytearray(min(SNIFFED_NBYTES, file.nbytes)))
-    with read_errors(file.where):
-        file.readinto(0, start)
-    return bytes(start)
+    return recognize(start_of(file), file.nbytes) == "safetensors"
 
 
 class ItemReader:
@@ -156,13 +162,7 @@ class ItemReader:
                     f"damaged"
                 )
             end = item.offset + item.nbytes
-            if end > file.nbytes:
-                if not item.transforms:
-                    refuse_foreign(_start_of(file), self.where, "a file of a distributed checkpoint")
-                raise CorruptCheckpointError(
-                    f"{self.where}: {item.title} ends behind the end of the file at {file.nbytes}: the file was cut "
-                    f"off, or the metadata are those of another save"
-                )
+            item.check_is_in(file)
         if order is None:
             order = joined(part for item in items for part in _parts(item))
         self._reader = MeasuredReader(file, order, options, [])
@@ -189,7 +189,10 @@ class ItemReader:
         if self.verify:
             self._compare(item, found)
             if item.crc32 is None and data.startswith(_ZIP):
-                self.verify_records(item)
+                try:
+                    self.verify_records(item)
+                except DamagedCheckpointError as error:
+                    raise CorruptCheckpointError(f"{self.where}: {item.title}: {error}") from error
         return data
 
     def as_file(self, item: Item) -> BinaryIO:
@@ -202,9 +205,9 @@ class ItemReader:
             return False
         storage = target.untyped_storage()
         if storage.nbytes() == target.nbytes and target.device.type in ("cpu", "cuda"):
-            filled = self._read_large(item, item.archive, storage)
+            filled = self._fill(item, storage)
         elif target.device.type == "cpu":
-            filled = self._read_large(item, item.archive, target.view(-1).view(torch.uint8).numpy().data)
+            filled = self._fill(item, target.view(-1).view(torch.uint8).numpy().data)
         else:
             return False
         if filled and not target.is_inference():
@@ -213,70 +216,51 @@ class ItemReader:
 
     def read_tensor(self, item: Item) -> torch.Tensor:
         """The tensor of an item, in new memory of the host."""
-        archive, dtype, shape = item.archive, item.dtype, item.shape
-        if archive is not None and dtype is not None and shape is not None:
-            array = new_array(archive.payload_nbytes)
-            read = self._read_small_tensor if item.is_small else self._read_large
-            if read(item, archive, array.data):
-                found = torch.from_numpy(array).view(dtype) if array.nbytes else torch.empty(0, dtype=dtype)
-                return found.view(shape)
+        if item.archive is not None and item.dtype is not None and item.shape is not None:
+            array = new_array(item.archive.payload_nbytes)
+            if self._fill(item, array.data):
+                found = torch.from_numpy(array).view(item.dtype) if array.nbytes else torch.empty(0, dtype=item.dtype)
+                return found.view(item.shape)
         self.compare(item)
         return unpickled(self.as_file(item), f"{self.where}: {item.title}", verify=self.verify and item.crc32 is None)
 
-    def has_known_layout(self, item: Item) -> bool:
-        """Whether an item is a contiguous tensor as our writer and torch's write it, so that parts can be read."""
-        head = b"" if item.archive is None else item.archive.head
-        return bool(head) and self._window.part(item.offset, len(head)) == head
+    def _fill(self, item: Item, target: Memory) -> bool:
+        """Read the bytes of a tensor, compared. Returns False, and reads none of them, if the layout is another one."""
+        if not self.has_known_layout(item):
+            return False
+        self.compare_payload(item, self.read_payload(item, 0, target))
+        return True
 
-    def read_payload(self, item: Item, begin: int, target: memoryview) -> int:
+    def has_known_layout(self, item: Item) -> bool:
+        """Whether an item is a contiguous tensor as our writer and torch's write it, so that parts can be read. A small
+        item is read with its neighbours."""
+        head = b"" if item.archive is None else item.archive.head
+        nbytes = item.nbytes if item.is_small else len(head)
+        return bool(head) and self._window.part(item.offset, nbytes)[: len(head)] == head
+
+    def read_payload(self, item: Item, begin: int, target: Memory) -> int:
         """Fill ``target`` from an offset in the bytes of a tensor whose layout is known. Returns their CRC32, which is
         for :meth:`compare_payload`; 0 if nothing is compared."""
-        return self._reader.read(item.payload_offset + begin, target, checksum=self.verify)
+        offset = item.payload_offset + begin
+        if not (item.is_small and isinstance(target, memoryview)):
+            return self._reader.read(offset, target, checksum=self.verify)
+        target[:] = self._window.part(offset, target.nbytes)
+        return int(isal_zlib.crc32(target)) if self.verify else 0
 
     def compare_payload(self, item: Item, crc32: int) -> None:
         """Compare a tensor whose layout is known, all of which has been read by :meth:`read_payload`."""
         archive = item.archive
         assert archive is not None
         tail = self._window.part(item.payload_offset + archive.payload_nbytes, len(archive.tail))
-        self._compare_payload(item, archive, crc32, tail)
-
-    def _read_large(self, item: Item, archive: TensorArchive, target: memoryview | torch.UntypedStorage) -> bool:
-        """Read the bytes of a large tensor. Returns False, and reads none of them, if the item has another layout."""
-        if self._window.part(item.offset, len(archive.head)) != archive.head:
-            return False
-        found = self._reader.read(item.payload_offset, target, checksum=self.verify)
-        tail = self._window.part(item.payload_offset + archive.payload_nbytes, len(archive.tail))
-        self._compare_payload(item, archive, found, tail)
-        return True
-
-    def _read_small_tensor(self, item: Item, archive: TensorArchive, target: memoryview) -> bool:
-        """:meth:`_read_large` for an item that is read with its neighbours."""
-        data = self._window.part(item.offset, item.nbytes)
-        begin, end = len(archive.head), len(archive.head) + archive.payload_nbytes
-        if data[:begin] != archive.head:
-            return False
-        target[:] = data[begin:end]
-        self._compare_payload(item, archive, isal_zlib.crc32(target) if self.verify else 0, data[end:])
-        return True
-
-    def _compare_payload(self, item: Item, archive: TensorArchive, found: int, tail: memoryview) -> None:
-        """Compare an item whose head is as expected.
-
-        Args:
-            item: the item.
-            archive: its layout.
-            found: the CRC32 of the tensor's bytes.
-            tail: the bytes behind them.
-        """
         if not self.verify:
             return
         if item.crc32 is not None:
-            self._compare(item, archive.crc32_around(found, tail))
+            self._compare(item, archive.crc32_around(crc32, tail))
             return
         for at in archive.blanks:
             expected = int.from_bytes(tail[at : at + CHECKSUM_NBYTES], "little")
-            if expected != found:
-                raise self._damaged(item, found, expected)
+            if expected != crc32:
+                raise self._damaged(item, crc32, expected)
 
     def compare(self, item: Item) -> None:
         """Read an item in bounded memory, and compare it with its CRC32 in the metadata, if it has one."""
@@ -291,16 +275,18 @@ class ItemReader:
         """Compare the records of an item of torch's writers. None if the item is no zip archive.
 
         Raises:
-            CorruptCheckpointError: a record is damaged, or the archive is.
+            DamagedCheckpointError: records are damaged.
+            CorruptCheckpointError: the archive is damaged.
         """
-        file = self.as_file(item)
-        if file.read(len(_ZIP)) != _ZIP:
+        file = _Slice(self._file, item)
+        if start_of(file)[: len(_ZIP)] != _ZIP:
             return None
-        file.seek(0)
         try:
-            return verify_file(file)
+            return verify_opened(file, registry.AUTO, lambda done, total: None)
         except NotACheckpointError:  # an archive that a planner of the user's has made
             return None
+        except DamagedCheckpointError:
+            raise
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{self.where}: {item.title}: {error}") from error
 

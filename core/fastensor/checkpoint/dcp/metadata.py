@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fastensor.errors import CorruptCheckpointError, UnsafeCheckpointError
-from fastensor.stitch.containers import SNIFFED_NBYTES, refuse_foreign
 from fastensor.stitch.pickle_records import UnknownGlobal, UnknownObject, all_in
 from fastensor.stitch.shape import is_shape
+from fastensor.stitch.signatures import SNIFFED_NBYTES, refuse_foreign
 from fastensor.stitch.torch_pickle import read_structure
 
 _SEAL = b"\nfastensor crc32 %08x\n"

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any, Self, cast
 
 import torch
@@ -15,15 +16,19 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fastensor.backends.base import Extent
-from fastensor.checkpoint.dcp.catalog import Contents, check_single
+from fastensor.checkpoint.catalog import Inspection, TensorInfo, in_words, read_catalog
+from fastensor.checkpoint.conversion.copying import PiecewiseBytes
+from fastensor.checkpoint.dcp.catalog import Contents, check_single, describe, read_contents
 from fastensor.checkpoint.dcp.items import Item, ItemReader, items_by_file
 from fastensor.checkpoint.load import load
-from fastensor.checkpoint.opened import OpenedFile
+from fastensor.checkpoint.location import Location
+from fastensor.checkpoint.opened import OpenedFile, opened
 from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import new_array
 from fastensor.errors import (
     CheckpointReadError,
     CorruptCheckpointError,
+    NotACheckpointError,
     UnsafeCheckpointError,
     UnsupportedContentError,
 )
@@ -60,11 +65,15 @@ class DirectoryTensors:
             for name, entry in contents.metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        """Dtypes and shapes by name."""
+        """The tensors by name."""
+        self.infos = {
+            name: TensorInfo(name, "Tensor", entry.properties.dtype, tuple(entry.size), "", None)
+            for name, entry in self.entries.items()
+        }
         self._items: dict[str, list[Item]] = {}
         for file, items in contents.files.items():
-            self._check_size(file, items)
             for item in items:
+                item.check_is_in(self._file(file))  # so that memory is in proportion to files
                 self._items.setdefault(item.fqn, []).append(item)
         for name in self.entries:
             self._check(name)
@@ -96,16 +105,6 @@ class DirectoryTensors:
                 self._open[name] = file, stack.pop_all()
         return self._open[name][0]
 
-    def _check_size(self, file: str, items: Sequence[Item]) -> None:
-        """Compare the places of items with the size of their file, so that memory is in proportion to files."""
-        nbytes = self._file(file).nbytes
-        for item in items:
-            if item.offset + item.nbytes > nbytes:
-                raise CorruptCheckpointError(
-                    f"{self._directory.name_of(file)}: {item.title} ends behind the end of the file at {nbytes}: the "
-                    f"file was cut off, or the metadata are those of another save"
-                )
-
     def _check(self, name: str) -> None:
         """Compare the chunks of a tensor with its size, and with the items that hold them."""
         entry = self.entries[name]
@@ -128,11 +127,6 @@ class DirectoryTensors:
                 f"{self._directory.path}: the chunks of {name!r} have {numel} elements, expected "
                 f"{math.prod(entry.size)}: the metadata are damaged, or not all ranks have saved"
             )
-
-    def nbytes(self, name: str) -> int:
-        """Size of a tensor."""
-        entry = self.entries[name]
-        return math.prod(entry.size) * entry.properties.dtype.itemsize
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor in new memory of the host. Chunks that cannot be read into their place take memory, too, one at a
@@ -188,7 +182,7 @@ class DirectoryTensors:
             CheckpointReadError: the operating system failed to deliver bytes.
             UnsupportedContentError: a chunk of more than ``limit`` bytes can only be read whole.
         """
-        if self.nbytes(name) <= limit:
+        if self.infos[name].nbytes <= limit:
             yield self.read(name).view(-1).view(torch.uint8).numpy().data
             return
         entry = self.entries[name]
@@ -302,8 +296,8 @@ def slabs(shape: Sequence[int], itemsize: int, limit: int) -> Iterator[tuple[tup
             yield (*lead, begin, *(0 for _ in rest)), (*(1 for _ in lead), size, *rest)
 
 
-class TensorBytes:
-    """The bytes of one tensor: a :class:`fastensor.stitch.source.FileBytes`.
+def tensor_bytes(tensors: DirectoryTensors, name: str, limit: int, report: Callable[[int], object]) -> PiecewiseBytes:
+    """The bytes of one tensor. Chunks are compared when they are read.
 
     Args:
         tensors: the checkpoint.
@@ -311,41 +305,35 @@ class TensorBytes:
         limit: as for :meth:`DirectoryTensors.pieces`.
         report: called with the number of bytes of the tensor that have been read.
     """
+    return PiecewiseBytes(tensors.infos[name].nbytes, lambda: tensors.pieces(name, limit), report)
 
-    def __init__(self, tensors: DirectoryTensors, name: str, limit: int, report: Callable[[int], object]) -> None:
-        self._tensors = tensors
-        self._name = name
-        self._limit = limit
-        self._report = report
-        self._nbytes = tensors.nbytes(name)
-        self._pieces: Iterator[memoryview] = iter(())
-        self._piece = memoryview(b"")
-        self._at = 0
-        """Where the rest of the piece begins in the tensor."""
 
-    def nbytes(self) -> int:
-        return self._nbytes
+class OpenDirectory:
+    """A distributed checkpoint. See :class:`~fastensor.checkpoint.contents.OpenCheckpoint`."""
 
-    def readinto(self, begin: int, buffer: memoryview) -> int:
-        if begin == 0 or begin < self._at:
-            self._pieces, self._at = self._tensors.pieces(self._name, self._limit), 0
-            self._piece = memoryview(b"")
-        assert begin == self._at
-        done = 0
-        while done < buffer.nbytes:
-            if not self._piece:
-                self._piece = memoryview(b"")  # so that the memory is free before more is used
-                self._piece = next(self._pieces)
-            taken = self._piece[: buffer.nbytes - done]
-            buffer[done : done + taken.nbytes] = taken
-            self._piece = self._piece[taken.nbytes :]
-            done += taken.nbytes
-        self._at += done
-        if self._at == self._nbytes:
-            self._piece = memoryview(b"")
-            next(self._pieces, None)  # compares chunks that were read piece by piece
-        self._report(self._at)
-        return int(isal_zlib.crc32(buffer))
+    def __init__(self, location: Location, stack: ExitStack, backend: BackendChoice) -> None:
+        self._contents = read_contents(cast(str, location))
+        self._found = describe(self._contents)
+        self._stack = stack
+        self._backend = backend
+        self.tensors = {info.name: info for info in self._found.tensors}
+        self.others = self._found.others
 
-    def check(self, crc32: int) -> None:
-        """Chunks have been compared when they were read."""
+    def describe(self) -> Inspection:
+        return self._found
+
+    def in_words(self, name: str) -> str:
+        data = self._tensors.read_bytes(name)
+        try:
+            with opened(io.BytesIO(data)) as file:
+                return in_words(read_catalog(file, verify=False).structure)
+        except (CorruptCheckpointError, NotACheckpointError):
+            # a planner of the user's has made the bytes; they are as they were saved
+            return f"<{len(data)} bytes with CRC32 {isal_zlib.crc32(data):08x}>"
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors.read(name)
+
+    @cached_property
+    def _tensors(self) -> DirectoryTensors:
+        return self._stack.enter_context(DirectoryTensors(self._contents, self._backend, verify=True))

@@ -1,4 +1,5 @@
-"""Loading torch's own containers: zip archives through our verifying reader, older files by torch itself."""
+"""The zip archives that ``torch.save`` writes: a :class:`~fastensor.checkpoint.containers.FileContainer`. They are
+loaded through our verifying reader; ``archive.py`` reads what they hold."""
 
 from __future__ import annotations
 
@@ -13,30 +14,32 @@ import torch
 
 from fastensor.backends.fallback import announce, record_fallback
 from fastensor.backends.to_device import is_filled_at_once, storage_on
-from fastensor.checkpoint.archive import read_archive, read_pickle, verify_compressed
+from fastensor.checkpoint.archive import (
+    foreign_code,
+    read_archive,
+    read_catalog,
+    read_pickle,
+    to_compare,
+    verify_compressed,
+)
 from fastensor.checkpoint.checked_file import CheckedFile
 from fastensor.checkpoint.names import choose, nodes, resolve
-from fastensor.checkpoint.opened import FileView, OpenedFile, named_in_errors, read_exactly
+from fastensor.checkpoint.opened import FileView, OpenedFile, named_in_errors
 from fastensor.checkpoint.placement import MapLocation, check_destination, destination, may_be_filled_at_once, place
 from fastensor.checkpoint.reader import open_reader
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.checkpoint.storages import NotOrdinaryError, Storages, are_wanted, is_known, rebuild
-from fastensor.checkpoint.torch_errors import explain, is_refused_global, refusal_of_archive, unless_forced
+from fastensor.checkpoint.torch_errors import explain, is_refused_global, refusal_of_archive
 from fastensor.errors import (
     CorruptCheckpointError,
     FastensorError,
     NotACheckpointError,
-    UnsafeCheckpointError,
-    UnsupportedContentError,
     caught_as,
 )
-from fastensor.stitch.containers import SNIFFED_NBYTES, is_tar
 from fastensor.stitch.parts import Part
-from fastensor.stitch.pickle_parts import cut
-from fastensor.stitch.pickle_records import PickledStorage, all_in, storages_in
-from fastensor.stitch.torch_pickle import read_program
 from fastensor.stitch.torch_records import TorchArchive
 
+__all__ = ["foreign_code", "load", "read_catalog", "to_compare"]
 _logger = logging.getLogger("fastensor")
 _FINAL = (FastensorError, MemoryError, torch.OutOfMemoryError)
 """Another attempt would raise these again."""
@@ -44,32 +47,7 @@ _MAPS_EMPTY_STORAGES = torch.__version__ >= "2.15"
 """Whether ``torch.load(mmap=True)`` keeps the dtypes of several tensors that share an empty storage."""
 
 
-def load_legacy(file: OpenedFile, request: LoadRequest) -> Loaded:
-    """Load a file that torch wrote before 1.6. It is not a zip archive, and carries no checksums."""
-    _check_legacy(file, request)
-    reason = "the file is not a zip archive (torch wrote such files before 1.6)"
-    record_fallback(request.fallbacks, "the verifying reader", reason)
-    return Loaded(_chosen(_load_with_torch(file, request, is_zip=False), request, file), "torch", reason, False)
-
-
-def _check_legacy(file: OpenedFile, request: LoadRequest) -> None:
-    """Refuse what torch does not do with files that are no zip archives. torch raises ``RuntimeError`` for both."""
-    if request.mmap:
-        error = UnsupportedContentError(
-            f"{file.where}: mmap=True maps zip archives, and this file is none: torch wrote such files before 1.6. "
-            f"Load it without mmap, and save it again"
-        )
-        raise caught_as(error, RuntimeError)
-    if request.restricted and is_tar(read_exactly(file, 0, min(SNIFFED_NBYTES, file.nbytes))):
-        unsafe = UnsafeCheckpointError(
-            f"{file.where}: torch wrote such tar archives before 0.1.11, and weights_only=True does not allow them. If "
-            f"you trust the file, load it with weights_only=False, which lets it run any code{unless_forced(request)}"
-        )
-        raise caught_as(unsafe, RuntimeError)
-
-
-def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
-    """Load a zip archive of torch."""
+def load(file: OpenedFile, request: LoadRequest) -> Loaded:
     archive = _archive_of(file)
     if request.mmap and (reason := _why_not_mapped(file, archive)):
         record_fallback(request.fallbacks, "mapping", reason)
@@ -80,7 +58,7 @@ def load_zip(file: OpenedFile, request: LoadRequest) -> Loaded:
             verify_compressed(file)
         if archive.why_torch:
             record_fallback(request.fallbacks, "the verifying reader", archive.why_torch)
-        result = _chosen(_load_with_torch(file, request, is_zip=True), request, file)
+        result = chosen_of(load_with_torch(file, request, is_zip=True), request, file)
         return Loaded(result, "torch", archive.why_torch or MAPPED, compare)
     if archive.swapped:
         announce("loading without conversion", "the file was written with the other byte order; torch swaps it")
@@ -108,6 +86,9 @@ def _why_not_mapped(file: OpenedFile, archive: TorchArchive) -> str:
     empty = {key for key, part in archive.storages.items() if not part.nbytes}
     if not empty or archive.why_torch or _MAPS_EMPTY_STORAGES:
         return ""
+    from fastensor.stitch.pickle_records import storages_in  # a load of all into memory needs nothing of it
+    from fastensor.stitch.torch_pickle import read_program
+
     try:
         structure = read_program(read_pickle(file, archive, verify=False), where=file.where).structure
     except CorruptCheckpointError:  # torch's own unpickler may know what to make of it
@@ -136,6 +117,10 @@ _ALL = _Selection(set())
 
 def _select(file: OpenedFile, archive: TorchArchive, keys: Iterable[str], request: LoadRequest) -> _Selection | None:
     """What ``keys`` choose; None if the whole file has to be read to find out."""
+    from fastensor.stitch.pickle_parts import cut  # a load without keys needs nothing of it
+    from fastensor.stitch.pickle_records import PickledStorage, all_in
+    from fastensor.stitch.torch_pickle import read_program
+
     data = read_pickle(file, archive, verify=request.checked)
     try:
         program = read_program(data, where=file.where)
@@ -194,7 +179,7 @@ def _load_some(file: OpenedFile, archive: TorchArchive, request: LoadRequest, se
 def _load_all(file: OpenedFile, archive: TorchArchive, request: LoadRequest) -> Loaded:
     """Load the whole file, and drop what ``keys`` do not choose."""
     loaded = _load_archive(file, archive, request, _ALL)
-    return replace(loaded, result=_chosen(loaded.result, request, file))
+    return replace(loaded, result=chosen_of(loaded.result, request, file))
 
 
 def _load_archive(file: OpenedFile, archive: TorchArchive, request: LoadRequest, selection: _Selection) -> Loaded:
@@ -313,13 +298,14 @@ def _names_of(tree: Any, keys: Iterable[str], where: str) -> set[str]:
     return resolve(keys, [node.name for node in nodes(tree, where)], where)
 
 
-def _chosen(result: Any, request: LoadRequest, file: OpenedFile) -> Any:
+def chosen_of(result: Any, request: LoadRequest, file: OpenedFile) -> Any:
+    """What the keys of a load choose of what a file holds."""
     if request.keys is None:
         return result
     return choose(result, _names_of(result, request.keys, file.where).__contains__)
 
 
-def _load_with_torch(file: OpenedFile, request: LoadRequest, *, is_zip: bool) -> Any:
+def load_with_torch(file: OpenedFile, request: LoadRequest, *, is_zip: bool) -> Any:
     """Let torch read the file."""
 
     def attempt(where: Any, map_location: MapLocation) -> Any:

@@ -1,26 +1,25 @@
-"""The containers of checkpoints, and how to tell them apart."""
+"""How files begin: those that are checkpoints, and others that are taken for such."""
 
 from __future__ import annotations
 
 import codecs
 import os
-from typing import Literal, TypeAlias
 
 from fastensor.errors import NotACheckpointError
-from fastensor.stitch.safetensors import LENGTH_NBYTES, MAX_HEADER_NBYTES
-from fastensor.stitch.zip_directory import LOCAL_SIGNATURE
 
-Container: TypeAlias = Literal["torch", "safetensors", "legacy"]
-"""``torch`` is the zip archive that ``torch.save`` writes, ``legacy`` are the files that torch wrote before 1.6."""
 SNIFFED_NBYTES = 512
-"""How many bytes from the start of a file :func:`recognize` needs."""
-_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
+"""How many bytes from the start of a file say what it is."""
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
 """The number that torch pickled in front of everything else before 1.6."""
-_LEGACY_MAGIC_WITHIN = 32
+LEGACY_MAGIC_WITHIN = 32
 _TAR_MAGIC, _TAR_MAGIC_AT = b"ustar", 257
 """torch wrote tar archives before 0.1.11."""
 SAFETENSORS_SUFFIX = ".safetensors"
-_LEGACY_AS_TEXT = b"L%dL" % 0x1950A86A20F9469CFC6C
+LENGTH_NBYTES = 8
+"""Size of the length in front of the header of a safetensors file."""
+MAX_HEADER_NBYTES = 100_000_000
+"""The limit of the reference implementation of safetensors."""
+LEGACY_AS_TEXT = b"L%dL" % 0x1950A86A20F9469CFC6C
 """The same number as ``pickle_protocol=0`` writes it."""
 _COMPRESSED = "a file compressed by {0}; decompress it first"
 _SENT = "as a server sends it in place of a file that it does not have, or that needs a login; download the file again"
@@ -51,27 +50,6 @@ _FOREIGN: tuple[tuple[bytes, str], ...] = (
 _SHOWN_CHARACTERS = 40
 _MAIN_OPCODES = b"]}(c\x8c\x95KGNXB"
 """What pickles begin with, after their protocol."""
-
-
-def recognize(start: bytes, nbytes: int, name: str) -> Container | None:
-    """The container of a file, by its first bytes, and, only where these say nothing, by its name.
-
-    None if the file is no checkpoint.
-
-    >>> recognize(b"PK\\x03\\x04.....", 1000, "x"), recognize(b"\\x30" + bytes(7) + b"{", 1000, "x")
-    ('torch', 'safetensors')
-    >>> recognize(b"", 0, "x.safetensors"), recognize(b"\\x80\\x02", 1000, "x.ckpt")
-    ('safetensors', None)
-    """
-    if start.startswith(LOCAL_SIGNATURE):
-        return "torch"
-    length = int.from_bytes(start[:LENGTH_NBYTES], "little")
-    fits = LENGTH_NBYTES + length <= nbytes and length <= MAX_HEADER_NBYTES
-    if (fits and start[LENGTH_NBYTES : LENGTH_NBYTES + 1] == b"{") or is_safetensors_name(name):
-        return "safetensors"
-    if _LEGACY_MAGIC in start[:_LEGACY_MAGIC_WITHIN] or start.startswith(_LEGACY_AS_TEXT) or is_tar(start):
-        return "legacy"
-    return None
 
 
 def is_tar(start: bytes) -> bool:

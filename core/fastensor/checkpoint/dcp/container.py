@@ -1,12 +1,13 @@
-"""Converting distributed checkpoints to files, in bounded memory, and files to distributed checkpoints."""
+"""Distributed checkpoints: a :class:`~fastensor.checkpoint.containers.DirectoryContainer`."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from operator import itemgetter
+from collections.abc import Mapping, Sequence, Set
+from contextlib import ExitStack
+from functools import partial
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -15,139 +16,63 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fastensor.backends import registry
-from fastensor.backends.fallback import Fallback
-from fastensor.checkpoint.catalog import dict_in
-from fastensor.checkpoint.conversion.casting import CastBytes
-from fastensor.checkpoint.conversion.layout import plan_stand_ins, refuse, untouched
-from fastensor.checkpoint.conversion.renames import renamed
+from fastensor.checkpoint.catalog import check_root, dict_in
+from fastensor.checkpoint.cataloged import open_files
+from fastensor.checkpoint.comparing import FileToVerify, VerifyReport, compare_files
+from fastensor.checkpoint.containers import container_of
+from fastensor.checkpoint.conversion.selection import beside, renamed
 from fastensor.checkpoint.conversion.settings import ConvertSettings
+from fastensor.checkpoint.conversion.sources import Source, metadata_in_words
 from fastensor.checkpoint.dcp.catalog import Contents, read_contents
-from fastensor.checkpoint.dcp.tensors import DirectoryTensors, TensorBytes
+from fastensor.checkpoint.dcp.catalog import verify_directory as verify
+from fastensor.checkpoint.dcp.tensors import DirectoryTensors, tensor_bytes
+from fastensor.checkpoint.dcp.tensors import OpenDirectory as open_checkpoint
 from fastensor.checkpoint.dcp.writer import FastensorStorageWriter
-from fastensor.checkpoint.directories import metadata_names, survives_power_failure
+from fastensor.checkpoint.directories import metadata_names, nbytes_at, survives_power_failure
 from fastensor.checkpoint.load import load
 from fastensor.checkpoint.location import Location, name_of
-from fastensor.checkpoint.opened import container_of, opened
-from fastensor.checkpoint.progress import Progress
+from fastensor.checkpoint.names import nodes
+from fastensor.checkpoint.opened import opened
+from fastensor.checkpoint.progress import Progress, tell_part
 from fastensor.checkpoint.report import SaveReport, warn_unverified
-from fastensor.checkpoint.save import SavedContainer
-from fastensor.checkpoint.save_transaction import SaveTransaction
-from fastensor.checkpoint.sharded import check_holds, files_behind, write_sharded
-from fastensor.checkpoint.verify import verify_part, with_progress
+from fastensor.checkpoint.sharded import check_holds, files_at, files_behind
+from fastensor.checkpoint.verify import verify_part
 from fastensor.errors import UnsupportedContentError
-from fastensor.stitch.source import FileBytes, Plan
+from fastensor.stitch.source import FileBytes
+
+__all__ = ["left_out", "open_checkpoint", "open_source", "verify", "write"]
 
 
-def from_directory(source: Location, target: Location, settings: ConvertSettings, progress: Progress) -> SaveReport:
-    """:func:`fastensor.convert` from a distributed checkpoint to a file, or to the shards of a model."""
-    contents = read_contents(cast(str, source))
+def open_source(location: Location, settings: ConvertSettings, stack: ExitStack) -> Source:
+    """A file of torch also gets the other objects, unless tensors get new names."""
+    contents = read_contents(cast(str, location))
     chosen = _chosen(contents, settings.root)
-    with DirectoryTensors(contents, settings.backend, verify=settings.verify) as tensors:
-        names = [name for name in tensors.entries if name in chosen]
-        writer = _Writer(tensors, settings, _Done(progress, sum(map(tensors.nbytes, names))))
-        if settings.container == "huggingface":
-            by_key = _keys(contents, chosen, names, settings)
-            return write_sharded(
-                cast(str, target),
-                {key: writer.nbytes_written(name) for key, name in by_key.items()},
-                settings.shard_nbytes,
-                lambda path, keys: writer.write(path, {key: by_key[key] for key in keys}, "safetensors"),
-                durable=settings.durable,
-            )
-        kind = cast(SavedContainer, settings.container)
-        if kind == "safetensors" or settings.rename:
-            return writer.write(target, _keys(contents, chosen, names, settings), kind)
-        others = {name: tensors.read_object(name) for name in chosen if name not in tensors.entries}
+    tensors = stack.enter_context(DirectoryTensors(contents, settings.backend, verify=settings.verify))
+    names = [name for name in tensors.entries if name in chosen]
+    is_whole = settings.container == "torch" and not settings.rename
+    by_key = {name: name for name in names} if is_whole else _keys(contents, chosen, names, settings)
 
-        def build(stand_ins: Mapping[str, torch.Tensor]) -> Any:
-            flat = {name: stand_ins[name] if name in stand_ins else others[name] for name in chosen}
-            return _with_numbers_of_parameters(unflatten_state_dict(flat, cast(Any, chosen)))
+    def build(stand_ins: Mapping[str, torch.Tensor]) -> Any:
+        flat = {name: stand_ins[name] if name in stand_ins else tensors.read_object(name) for name in chosen}
+        return _with_numbers_of_parameters(unflatten_state_dict(flat, cast(Any, chosen)))
 
-        return writer.write(target, {name: name for name in names}, kind, build)
+    return Source(
+        where=contents.directory.path,
+        tensors={key: tensors.infos[name] for key, name in by_key.items()},
+        read=partial(_read, tensors, by_key, settings.memory_nbytes // 2),
+        left_out=_left_out(contents, settings.root, only_tensors=not is_whole),
+        build=build if is_whole else dict,
+    )
 
 
-class _Done:
-    """How many bytes of all tensors have been read.
-
-    Args:
-        progress: gets the bytes done and the bytes to do.
-        total: the bytes to do.
-    """
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress = progress
-        self._total = total
-        self._before = 0
-
-    def of_next(self, nbytes: int) -> Callable[[int], object]:
-        """What is called with the bytes that have been read of the next tensor."""
-        before = self._before
-        self._before += nbytes
-        return lambda read: self._progress(before + read, self._total)
-
-
-class _Writer:
-    """Writes files with tensors of a distributed checkpoint.
-
-    Args:
-        tensors: the checkpoint.
-        settings: of the conversion.
-        done: is told what has been read.
-    """
-
-    def __init__(self, tensors: DirectoryTensors, settings: ConvertSettings, done: _Done) -> None:
-        self._tensors = tensors
-        self._settings = settings
-        self._done = done
-
-    def nbytes_written(self, name: str) -> int:
-        """The size that a tensor has in the new file."""
-        dtype = self._tensors.entries[name].properties.dtype
-        return self._tensors.nbytes(name) // dtype.itemsize * self._settings.cast(dtype).itemsize
-
-    def write(
-        self,
-        target: Location,
-        names: Mapping[str, str],
-        kind: SavedContainer,
-        build: Callable[[Mapping[str, torch.Tensor]], Any] | None = None,
-    ) -> SaveReport:
-        """Write one file.
-
-        Args:
-            target: where.
-            names: the names of tensors in the checkpoint, by the names that they get.
-            kind: the container.
-            build: makes what is saved of stand-ins by their names; None if it is a dict of them.
-        """
-        settings = self._settings
-        stand_ins = {key: self._stand_in(name) for key, name in names.items()}
-        state = stand_ins if build is None else build(stand_ins)
-        texts = settings.texts({}) if kind == "safetensors" else None
-
-        def plan(fallbacks: list[Fallback]) -> Plan:
-            planned, keys = plan_stand_ins(state, stand_ins, kind, texts, settings.checksums)
-            storages = [
-                storage if key is None else self._bytes(names[key])
-                for key, storage in zip(keys, planned.storages, strict=True)
-            ]
-            return replace(planned, storages=tuple(storages))
-
-        transaction = SaveTransaction(
-            target, refuse, backend=settings.backend, durable=settings.durable, follow_symlinks=True
-        )
-        return transaction.run(plan)
-
-    def _stand_in(self, name: str) -> torch.Tensor:
-        entry = self._tensors.entries[name]
-        return untouched(self._settings.cast(entry.properties.dtype), tuple(entry.size))
-
-    def _bytes(self, name: str) -> FileBytes:
-        report = self._done.of_next(self._tensors.nbytes(name))
-        found = TensorBytes(self._tensors, name, self._settings.memory_nbytes // 2, report)
-        dtype = self._tensors.entries[name].properties.dtype
-        wanted = self._settings.cast(dtype)
-        return found if wanted == dtype else CastBytes(found, dtype, wanted, repr(name))
+def _read(
+    tensors: DirectoryTensors, by_key: Mapping[str, str], limit: int, keys: Sequence[str], progress: Progress
+) -> list[FileBytes]:
+    ends = [*accumulate((tensors.infos[by_key[key]].nbytes for key in keys), initial=0)]
+    return [
+        tensor_bytes(tensors, by_key[key], limit, partial(tell_part, progress, begin, ends[-1]))
+        for key, begin in zip(keys, ends, strict=False)
+    ]
 
 
 def _keys(
@@ -237,7 +162,7 @@ def _chosen(contents: Contents, root: str | None) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def left_out(contents: Contents, root: str | None, *, only_tensors: bool) -> tuple[str, ...]:
+def _left_out(contents: Contents, root: str | None, *, only_tensors: bool) -> tuple[str, ...]:
     """Names of what a conversion leaves out: what is beside the root, and other objects than tensors.
 
     Raises:
@@ -262,21 +187,32 @@ def _up_to_fork(way: Sequence[Any], other: Sequence[str]) -> str:
     return ".".join(texts[: depth + 1])
 
 
-def to_directory(source: Location, target: Location, settings: ConvertSettings, progress: Progress) -> SaveReport:
-    """:func:`fastensor.convert` from files to a distributed checkpoint. The progress is that of verifying them.
+def left_out(source: Location, settings: ConvertSettings) -> tuple[str, ...]:
+    """Metadata, and what is beside the root. Only the directory of a file is read, unless torch wrote it before 1.6."""
+    files = {} if metadata_names(source) else files_at(source)
+    if any(names is not None for names in files.values()):
+        return ()
+    with ExitStack() as stack:
+        for one in open_files(files, stack, verify=settings.verify, rewrite=True):
+            check_root(one.catalog, settings.root, one.file.where)
+            names = [node.name for node in nodes(one.catalog.structure, one.file.where)]
+            aside = () if settings.root is None else beside(names, settings.root)
+            return (*aside, *metadata_in_words(one.catalog.metadata))
+    return ()
 
-    Args:
-        source, target, settings, progress: as there.
-    """
+
+def write(source: Location, target: Location, settings: ConvertSettings, progress: Progress) -> SaveReport:
+    """The progress is that of verifying the source."""
     started = time.perf_counter()
     if metadata_names(source):
         raise UnsupportedContentError(f"{name_of(source)}: it is a distributed checkpoint already; copy its directory")
     files = files_behind(source)
-    verifying = with_progress([*files.items()], itemgetter(0), progress) if settings.verify else ()
-    for (file, names), tell in verifying:
-        verified = verify_part(file, names, settings.backend, tell)
-        if not verified.complete:
-            warn_unverified(verified.path)
+    if settings.verify:
+        compare = partial(_verified, settings)
+        tasks = [
+            FileToVerify(name_of(file), nbytes_at(file), partial(compare, file, names)) for file, names in files.items()
+        ]
+        compare_files(tasks, name_of(source), "huggingface", progress)
     state = dict_in(_loaded(files), settings.root, name_of(source))
     planned = time.perf_counter()
     writer = FastensorStorageWriter(cast(str, target), sync_files=settings.durable, backend=settings.backend)
@@ -298,6 +234,14 @@ def to_directory(source: Location, target: Location, settings: ConvertSettings, 
         seconds=ended - started,
         stall_seconds=ended - started,
     )
+
+
+def _verified(settings: ConvertSettings, file: Location, names: Set[str] | None, progress: Progress) -> VerifyReport:
+    """Compare a file of the source. One without checksums is said."""
+    report = verify_part(file, names, settings.backend, progress)
+    if not report.complete:
+        warn_unverified(report.path)
+    return report
 
 
 def _loaded(files: Mapping[Location, set[str] | None]) -> Any:

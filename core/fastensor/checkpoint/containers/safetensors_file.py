@@ -1,4 +1,4 @@
-"""Loading safetensors files."""
+"""Safetensors files: a :class:`~fastensor.checkpoint.containers.FileContainer`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
 
 from fastensor.backends.memory import copy_memory
 from fastensor.backends.to_device import storage_on
+from fastensor.checkpoint.containers import ToCompare
 from fastensor.checkpoint.names import resolve
 from fastensor.checkpoint.opened import OpenedFile, named_in_errors, read_exactly
 from fastensor.checkpoint.placement import MapLocation, check_destination, filled, may_be_filled_at_once, place
@@ -19,23 +21,20 @@ from fastensor.checkpoint.reader import PartReader, empty_storage, is_joined, op
 from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError, caught_as
 from fastensor.stitch.parts import Part
-from fastensor.stitch.safetensors import (
-    LENGTH_NBYTES,
-    MAX_HEADER_NBYTES,
-    SafetensorsHeader,
-    header_nbytes,
-    parse_header,
-    torch_dtype,
-)
+from fastensor.stitch.safetensors import SafetensorsHeader, header_nbytes, parse_header, torch_dtype
 from fastensor.stitch.shape import row_major
+from fastensor.stitch.signatures import LENGTH_NBYTES, MAX_HEADER_NBYTES
+
+if TYPE_CHECKING:
+    from fastensor.checkpoint.catalog import Catalog
 
 _HOST = torch.device("cpu")
 _SAVED_FROM = "cpu"
 """The location that tensors were saved from: the format does not say it."""
 
 
-def load_safetensors(file: OpenedFile, request: LoadRequest) -> Loaded:
-    """Load a dict of tensors, each with memory of its own unless the file is mapped."""
+def load(file: OpenedFile, request: LoadRequest) -> Loaded:
+    """Each tensor has memory of its own, unless the file is mapped."""
     if sys.byteorder != "little":
         raise UnsupportedContentError(f"{file.where}: safetensors files are little endian, this machine is not")
     header = read_header(file, verify=request.checked)
@@ -51,6 +50,38 @@ def load_safetensors(file: OpenedFile, request: LoadRequest) -> Loaded:
             tensors[part.name] = _as_tensor(read(reader, part, request.map_location), part, file.where)
         verified = header.checked and request.checked
         return Loaded(tensors, reader.backend, reader.reason, verified, header.unchecked)
+
+
+def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:
+    from fastensor.checkpoint.catalog import Catalog, Located, TensorInfo  # a load needs nothing of it
+
+    header = read_header(file, verify=verify)
+    located = {}
+    for part in header.tensors:
+        info = TensorInfo(part.name, "Tensor", torch_dtype(part, file.where), part.shape, part.name, part.crc32)
+        located[part.name] = Located(info, part, 0, row_major(part.shape))
+    infos = {name: one.info for name, one in located.items()}
+    return Catalog(
+        "safetensors",
+        infos,
+        located,
+        {},
+        header.metadata,
+        header.checked,
+        header.unchecked,
+        structure=located,
+        by_identity={id(one): one for one in located.values()},
+        is_flat=True,
+    )
+
+
+def to_compare(file: OpenedFile) -> ToCompare:
+    header = read_header(file, verify=True)
+    return ToCompare(header.tensors, [header.nbytes] if header.checked else (), int(not header.checked))
+
+
+def foreign_code(file: OpenedFile) -> tuple[str, ...]:
+    return ()
 
 
 def read_header(file: OpenedFile, *, verify: bool) -> SafetensorsHeader:

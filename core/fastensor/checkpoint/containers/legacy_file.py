@@ -1,0 +1,52 @@
+"""Files that torch wrote before 1.6: a :class:`~fastensor.checkpoint.containers.FileContainer`. They are no zip
+archives, carry no checksums, and say nothing about themselves without being run: torch loads them whole."""
+
+from __future__ import annotations
+
+from fastensor.backends.fallback import record_fallback
+from fastensor.checkpoint.catalog import Catalog
+from fastensor.checkpoint.containers import ToCompare, start_of
+from fastensor.checkpoint.containers.torch_file import chosen_of, load_with_torch
+from fastensor.checkpoint.opened import OpenedFile
+from fastensor.checkpoint.request import Loaded, LoadRequest
+from fastensor.checkpoint.torch_errors import unless_forced
+from fastensor.errors import UnsafeCheckpointError, UnsupportedContentError, caught_as
+from fastensor.stitch.signatures import is_tar
+
+
+def load(file: OpenedFile, request: LoadRequest) -> Loaded:
+    _check(file, request)
+    reason = "the file is not a zip archive (torch wrote such files before 1.6)"
+    record_fallback(request.fallbacks, "the verifying reader", reason)
+    return Loaded(chosen_of(load_with_torch(file, request, is_zip=False), request, file), "torch", reason, False)
+
+
+def _check(file: OpenedFile, request: LoadRequest) -> None:
+    """Refuse what torch does not do with files that are no zip archives. torch raises ``RuntimeError`` for both."""
+    if request.mmap:
+        error = UnsupportedContentError(
+            f"{file.where}: mmap=True maps zip archives, and this file is none: torch wrote such files before 1.6. "
+            f"Load it without mmap, and save it again"
+        )
+        raise caught_as(error, RuntimeError)
+    if request.restricted and is_tar(start_of(file)):
+        unsafe = UnsafeCheckpointError(
+            f"{file.where}: torch wrote such tar archives before 0.1.11, and weights_only=True does not allow them. If "
+            f"you trust the file, load it with weights_only=False, which lets it run any code{unless_forced(request)}"
+        )
+        raise caught_as(unsafe, RuntimeError)
+
+
+def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:
+    raise UnsupportedContentError(
+        f"{file.where}: not a zip archive (torch wrote such files before 1.6, which say nothing about themselves "
+        f"without being run) and not safetensors; load it whole, and save it again"
+    )
+
+
+def to_compare(file: OpenedFile) -> ToCompare:
+    return ToCompare((), uncompared=1)
+
+
+def foreign_code(file: OpenedFile) -> tuple[str, ...]:
+    return ()  # nothing is known of it
