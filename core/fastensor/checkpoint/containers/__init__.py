@@ -1,7 +1,7 @@
 """The containers of checkpoints: what each can do, which there are, and which one a file or a directory has.
 
 A container is a module with the functions of :class:`FileContainer`, or of :class:`DirectoryContainer`, and a line in
-``_REGISTERED`` or ``_OF_DIRECTORIES``. The module is imported when a checkpoint of it is met.
+``REGISTERED`` or ``OF_DIRECTORIES``. The module is imported when a checkpoint of it is met.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class DirectoryContainer(Protocol):
         """:func:`fastensor.convert` to this container."""
 
 
-class _Registered(NamedTuple):
+class Registered(NamedTuple):
     """A container of files."""
 
     module: str
@@ -135,12 +135,12 @@ def _begins_as_legacy(start: bytes, nbytes: int) -> bool:
     return LEGACY_MAGIC in start[:LEGACY_MAGIC_WITHIN] or start.startswith(LEGACY_AS_TEXT) or is_tar(start)
 
 
-_REGISTERED: dict[Container, _Registered] = {
-    "torch": _Registered("torch_file", _begins_as_torch),
-    "safetensors": _Registered("safetensors_file", _begins_as_safetensors, SAFETENSORS_SUFFIX),
-    "legacy": _Registered("legacy_file", _begins_as_legacy),
+REGISTERED: dict[Container, Registered] = {
+    "torch": Registered("torch_file", _begins_as_torch),
+    "safetensors": Registered("safetensors_file", _begins_as_safetensors, SAFETENSORS_SUFFIX),
+    "legacy": Registered("legacy_file", _begins_as_legacy),
 }
-_OF_DIRECTORIES = {"dcp": "fastensor.checkpoint.dcp.container"}
+OF_DIRECTORIES = {"dcp": "fastensor.checkpoint.dcp.container"}
 """Modules of containers by name. What they import is large."""
 if TYPE_CHECKING:
     _FIT: tuple[FileContainer, ...] = (torch_file, safetensors_file, legacy_file)
@@ -149,7 +149,7 @@ if TYPE_CHECKING:
 
 def directory_container(name: str | None) -> DirectoryContainer | None:
     """The module of a container of directories; None if the name is none of one."""
-    return cast(DirectoryContainer, import_module(_OF_DIRECTORIES[name])) if name in _OF_DIRECTORIES else None
+    return cast(DirectoryContainer, import_module(OF_DIRECTORIES[name])) if name in OF_DIRECTORIES else None
 
 
 def container_at(location: Location) -> DirectoryContainer | None:
@@ -159,7 +159,7 @@ def container_at(location: Location) -> DirectoryContainer | None:
 
 def container_in(file: OpenedFile) -> FileContainer:
     """The module of a file's container. Raises as :func:`container_of`."""
-    module = _REGISTERED[container_of(file)].module
+    module = REGISTERED[container_of(file)].module
     return cast(FileContainer, import_module(f"{__name__}.{module}"))
 
 
@@ -169,7 +169,7 @@ def recognize(start: bytes, nbytes: int) -> Container | None:
     >>> recognize(b"PK\\x03\\x04.....", 1000), recognize(b"\\x30" + bytes(7) + b"{", 1000), recognize(b"\\x80\\x02", 9)
     ('torch', 'safetensors', None)
     """
-    return next((name for name, one in _REGISTERED.items() if one.begins(start, nbytes)), None)
+    return next((name for name, one in REGISTERED.items() if one.begins(start, nbytes)), None)
 
 
 def start_of(file: OpenedFile) -> bytes:
@@ -191,7 +191,7 @@ def container_of(file: OpenedFile) -> Container:
     if container is None:
         refuse_foreign(start, file.where)
         name = file.where.lower()
-        container = next((one for one, how in _REGISTERED.items() if how.suffix and name.endswith(how.suffix)), None)
+        container = next((one for one, how in REGISTERED.items() if how.suffix and name.endswith(how.suffix)), None)
     if container is None:
         zeros = "" if any(start) else ": space was reserved for it, and the bytes never came"
         raise CorruptCheckpointError(

@@ -190,15 +190,14 @@ def _up_to_fork(way: Sequence[Any], other: Sequence[str]) -> str:
 def left_out(source: Location, settings: ConvertSettings) -> tuple[str, ...]:
     """Metadata, and what is beside the root. Only the directory of a file is read, unless torch wrote it before 1.6."""
     files = {} if metadata_names(source) else files_at(source)
-    if any(names is not None for names in files.values()):
+    if [*files.values()] != [None]:
         return ()
     with ExitStack() as stack:
-        for one in open_files(files, stack, verify=settings.verify, rewrite=True):
-            check_root(one.catalog, settings.root, one.file.where)
-            names = [node.name for node in nodes(one.catalog.structure, one.file.where)]
-            aside = () if settings.root is None else beside(names, settings.root)
-            return (*aside, *metadata_in_words(one.catalog.metadata))
-    return ()
+        (one,) = open_files(files, stack, verify=settings.verify, rewrite=True)
+        check_root(one.catalog, settings.root, one.file.where)
+        names = [node.name for node in nodes(one.catalog.structure, one.file.where)]
+        aside = () if settings.root is None else beside(names, settings.root)
+        return (*aside, *metadata_in_words(one.catalog.metadata))
 
 
 def write(source: Location, target: Location, settings: ConvertSettings, progress: Progress) -> SaveReport:
