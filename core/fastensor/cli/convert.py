@@ -32,7 +32,7 @@ def dtype_called(name: str) -> torch.dtype:
     return dtype
 
 
-def container_of(target: str) -> Literal["huggingface"] | None:
+def container_for(target: str) -> Literal["huggingface"] | None:
     """The container of a directory; None if the target is a file, or a distributed checkpoint."""
     is_directory = target.endswith("/") or (os.path.isdir(target) and not metadata_names(target))
     return "huggingface" if is_directory else None

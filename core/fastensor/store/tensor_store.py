@@ -36,7 +36,7 @@ from fastensor.store.files import StoredFile, new_name, reading, remove, writing
 from fastensor.store.packing import Packed, pack, unpack
 from fastensor.store.reading import read_npy, read_pt, stored_crc32
 from fastensor.store.ref import Format, TensorRef
-from fastensor.store.tools import StoreStatistics, Tools, container_of, ways_to_read, ways_to_write
+from fastensor.store.tools import StoreStatistics, Tools, format_of, ways_to_read, ways_to_write
 
 
 @checks_keywords
@@ -268,7 +268,7 @@ class TensorStore:
             raise CheckpointWriteError(errno.EINVAL, f"cannot store a tensor: {error}", self._directory) from error
 
     def _write(self, packed: Packed, backend: Backend) -> TensorRef:
-        container = container_of(backend.name)
+        container = format_of(backend.name)
         try:
             plan = packed.plan(container)
         except (LayoutError, KeyError) as error:  # KeyError: torch knows some dtypes by name only

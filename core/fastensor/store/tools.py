@@ -65,10 +65,10 @@ class Ways:
     """Report the time to the selector, as always if the selector chooses."""
 
 
-def container_of(backend: str) -> Format:
+def format_of(backend: str) -> Format:
     """The container that a backend writes and reads.
 
-    >>> container_of("torch"), container_of("direct")
+    >>> format_of("torch"), format_of("direct")
     ('pt', 'npy')
     """
     return "pt" if backend == "torch" else "npy"
@@ -88,7 +88,7 @@ def ways_to_write(tool: str, available: Iterable[str], containers: Sequence[Form
     (('direct', 'numpy', 'torch'), ('torch',))
     """
     wanted = tuple(available) if tool == registry.AUTO else tuple(dict.fromkeys((tool, *LAST_RESORTS)))
-    names = tuple(name for name in wanted if container_of(name) in containers)
+    names = tuple(name for name in wanted if format_of(name) in containers)
     competing = tool == registry.AUTO and len(containers) > 1
     return Ways(names, choose=competing, learn=competing)
 
@@ -105,7 +105,7 @@ def ways_to_read(
     Ways(names=('direct', 'numpy'), choose=True, learn=True)
     """
     automatic = tool == registry.AUTO
-    possible = [name for name in (available if automatic else (tool, *LAST_RESORTS)) if container_of(name) == container]
+    possible = [name for name in (available if automatic else (tool, *LAST_RESORTS)) if format_of(name) == container]
     if automatic and mode != "write" and written_by in possible:
         possible.insert(0, written_by)
     learn = automatic and plain

@@ -161,7 +161,7 @@ def convert(
         rename=names,
         drop=drop,
         copy_ties=copy_ties,
-        container=container or command.container_of(target),
+        container=container or command.container_for(target),
         shard_nbytes=shard_nbytes,
         memory_nbytes=memory_nbytes,
         metadata=texts,
