@@ -68,18 +68,21 @@ class _OpenFiles:
         self._stack = stack
         self._backend = backend
         self._readers: dict[str, LazyCheckpoint] = {}
-        self._homes = {name: one for one in self._files for name in one.catalog.tensors if one.counts(name)}
-        self.tensors = {name: self._info(name, one) for name, one in self._homes.items()}
-        self.others = {
-            self._behind(one, name): text for one in self._files for name, text in one.catalog.others.items()
-        }
+        self._homes: dict[str, CatalogedFile] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self.others: dict[str, str] = {}
+        for one in self._files:
+            self._add(one, None if self._index is None else name_in(self._index.parent, one.location))
 
-    def _behind(self, one: CatalogedFile, name: str) -> str:
-        return name if self._index is None else name_behind(name_in(self._index.parent, one.location), name)
-
-    def _info(self, name: str, one: CatalogedFile) -> TensorInfo:
-        found = one.catalog.tensors[name]
-        return found if self._index is None else replace(found, part=name_in(self._index.parent, one.location))
+    def _add(self, one: CatalogedFile, shard: str | None) -> None:
+        """Add what a file holds, which is that shard of a model, if not None."""
+        found = {name: info for name, info in one.catalog.tensors.items() if one.counts(name)}
+        self._homes |= dict.fromkeys(found, one)
+        if shard is None:
+            self.tensors, self.others = found, one.catalog.others
+            return
+        self.tensors |= {name: replace(info, part=shard) for name, info in found.items()}
+        self.others |= {name_behind(shard, name): text for name, text in one.catalog.others.items()}
 
     def in_words(self, name: str) -> str:
         return self.others[name]

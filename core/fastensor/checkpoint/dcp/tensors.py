@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self, cast
 
 import torch
@@ -305,7 +305,7 @@ def tensor_bytes(tensors: DirectoryTensors, name: str, limit: int, report: Calla
         limit: as for :meth:`DirectoryTensors.pieces`.
         report: called with the number of bytes of the tensor that have been read.
     """
-    return PiecewiseBytes(tensors.infos[name].nbytes, lambda: tensors.pieces(name, limit), report)
+    return PiecewiseBytes(tensors.infos[name].nbytes, partial(tensors.pieces, name, limit), report)
 
 
 class OpenDirectory:
