@@ -16,47 +16,48 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastensor.data.connection import Connection, ConnectionLost, Message
-from fastensor.data.ring import ALIGNMENT, RingReader, RingSpace, RingWriter, Slot
+from fastensor.data.ring import ALIGNMENT, RingReader, RingWriter, Slot
 
 BLOCKS = 12
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5 * ALIGNMENT)), max_size=200))
-def test_space_is_lent_once_and_refused_only_if_no_gap_fits(steps: list[tuple[bool, int]]) -> None:
-    space = RingSpace(BLOCKS * ALIGNMENT)
-    used: dict[int, int] = {}
+def test_room_is_lent_once_and_refused_only_if_no_gap_fits(steps: list[tuple[bool, int]]) -> None:
+    writer = RingWriter(BLOCKS * ALIGNMENT)
+    used: dict[int, range] = {}
     for takes, number in steps:
         if not takes:
             if used:
-                begin = sorted(used)[number % len(used)]
-                space.give_back(begin)
-                del used[begin]
+                sequence = list(used)[number % len(used)]
+                writer.release(sequence)
+                del used[sequence]
             continue
         blocks = max(-(-number // ALIGNMENT), 1)
-        map_of_blocks = "".join(
-            "x" if any(begin <= block < begin + count for begin, count in occupied(used)) else "."
-            for block in range(BLOCKS)
-        )
-        begin_or_none = space.take(number)
-        assert (begin_or_none is None) == ("." * blocks not in map_of_blocks)
-        if begin_or_none is not None:
-            assert begin_or_none % ALIGNMENT == 0
-            first = begin_or_none // ALIGNMENT
+        map_of_blocks = "".join("x" if any(block in one for one in used.values()) else "." for block in range(BLOCKS))
+        placed = writer.place(number)
+        assert (placed is None) == ("." * blocks not in map_of_blocks)
+        if placed is not None:
+            slot, room = placed
+            assert slot.offset % ALIGNMENT == 0
+            assert slot.nbytes == len(room) == number
+            first = slot.offset // ALIGNMENT
             assert map_of_blocks[first : first + blocks] == "." * blocks
-            used[begin_or_none] = blocks * ALIGNMENT
-        assert space.used_nbytes == sum(used.values())
+            used[slot.sequence] = range(first, first + blocks)
+        assert writer.used_nbytes == sum(map(len, used.values())) * ALIGNMENT
+    writer.close()
 
 
-def occupied(used: dict[int, int]) -> Iterator[tuple[int, int]]:
-    return ((begin // ALIGNMENT, nbytes // ALIGNMENT) for begin, nbytes in used.items())
-
-
-def test_slots_go_round_the_ring() -> None:
-    space = RingSpace(4 * ALIGNMENT)
-    begins = [space.take(ALIGNMENT), space.take(ALIGNMENT)]
-    space.give_back(0)
-    begins += [space.take(ALIGNMENT), space.take(ALIGNMENT), space.take(ALIGNMENT)]
-    assert begins == [block * ALIGNMENT for block in (0, 1, 2, 3, 0)]
+def test_what_a_slot_does_not_need_is_free() -> None:
+    writer = RingWriter(4 * ALIGNMENT)
+    slot, _ = writer.place(4 * ALIGNMENT) or pytest.fail("no room")
+    assert writer.place(1) is None
+    assert writer.shrink(slot, ALIGNMENT + 1).nbytes == ALIGNMENT + 1
+    assert writer.used_nbytes == 2 * ALIGNMENT
+    placed, _ = writer.place(2 * ALIGNMENT) or pytest.fail("no room")
+    assert placed.offset == 2 * ALIGNMENT
+    for one in (slot, placed):
+        writer.release(one.sequence)
+    assert writer.used_nbytes == 0
 
 
 def test_a_slot_that_is_not_in_use_cannot_be_given_back() -> None:

@@ -4,8 +4,9 @@ The writer places a slot, fills it, and sends the reader its place, over a socke
 the bytes where they are. When nothing uses them any more, it sends the slot's sequence number back, and the writer
 frees the slot. A writer that finds no gap that is large enough has to wait, or to send the bytes by another way.
 
-- **Slots.** A slot is contiguous, and begins at a multiple of :data:`ALIGNMENT`. Slots follow each other round the
-  ring. The writer skips slots that the reader keeps, so a slot that is kept for long costs its own bytes only.
+- **Slots.** A slot is contiguous, and begins at a multiple of :data:`ALIGNMENT`. The writer places a slot wherever
+  there is room between those that the reader keeps, so a slot that is kept for long costs its own bytes only. Memory
+  that was given back last comes first: it is in the processor's caches, and costs no page faults.
 - **Sequence numbers.** Slots are numbered from 0 on, as they are placed. A number is never used again.
 - **Memory.** The memory has no name, so nothing is left in ``/dev/shm``. The kernel frees it when both processes have
   unmapped it or ended, however they end.
@@ -23,12 +24,12 @@ import fcntl
 import mmap
 import os
 import weakref
-from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+
+from fastensor.files.ranges import FreeRanges
 
 ALIGNMENT = 64
 """Slots begin at multiples of this number of bytes: enough for any dtype, and for instructions on vectors."""
@@ -41,85 +42,9 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-class RingSpace:
-    """Allocator of slots in a ring. Touches no memory of the ring.
-
-    >>> space = RingSpace(256)
-    >>> [space.take(100), space.take(100), space.take(1)]
-    [0, 128, None]
-    >>> space.give_back(0)
-    >>> space.take(1)
-    0
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes // ALIGNMENT * ALIGNMENT
-        """Bytes of the ring that can be used."""
-        self._next = 0
-        """Offset of the next slot, if there is room."""
-        self._begins: list[int] = []
-        """Offsets of the slots in use, sorted."""
-        self._ends: dict[int, int] = {}
-        """End of each slot in use, by its offset."""
-
-    @property
-    def used_nbytes(self) -> int:
-        """Bytes of all slots in use."""
-        return sum(end - begin for begin, end in self._ends.items())
-
-    def take(self, nbytes: int) -> int | None:
-        """Take the first gap that is large enough, from the end of the last slot on and round the ring.
-
-        Returns:
-            Where the slot begins; None if no gap is large enough.
-
-        Args:
-            nbytes: of the slot. It takes the next multiple of :data:`ALIGNMENT`, and at least one.
-        """
-        needed = max(aligned(nbytes), ALIGNMENT)
-        for begin, end in self._gaps():
-            if end - begin >= needed:
-                insort(self._begins, begin)
-                self._ends[begin] = self._next = begin + needed
-                return begin
-        return None
-
-    def shrink(self, begin: int, nbytes: int) -> None:
-        """Let the slot that begins here be shorter, so that the next one can begin sooner.
-
-        Raises:
-            KeyError: there is none.
-        """
-        end = self._ends[begin]
-        self._ends[begin] = min(begin + max(aligned(nbytes), ALIGNMENT), end)
-        if self._next == end:
-            self._next = self._ends[begin]
-
-    def give_back(self, begin: int) -> None:
-        """Free the slot that begins here.
-
-        Raises:
-            KeyError: there is none.
-        """
-        del self._ends[begin]
-        del self._begins[bisect_left(self._begins, begin)]
-        if not self._begins:
-            self._next = 0  # memory that was used before is in the processor's caches, and costs no page faults
-
-    def _gaps(self) -> Iterator[tuple[int, int]]:
-        """From the next slot on, round the ring. The last gap may reach beyond where the first one begins."""
-        ahead = bisect_left(self._begins, self._next)
-        stop = self._begins[ahead] if ahead < len(self._begins) else self.nbytes
-        begin = self._next
-        for slot in self._begins[ahead:]:
-            yield begin, slot
-            begin = self._ends[slot]
-        yield begin, self.nbytes
-        begin = 0
-        for slot in self._begins[:ahead]:
-            yield begin, slot
-            begin = self._ends[slot]
-        yield begin, stop
+def _units(nbytes: int) -> int:
+    """The units of :data:`ALIGNMENT` that a slot takes, at least one."""
+    return max(aligned(nbytes) // ALIGNMENT, 1)
 
 
 class Slot(NamedTuple):
@@ -141,9 +66,10 @@ class RingWriter:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._space = RingSpace(nbytes)
-        self._begins: dict[int, int] = {}
-        """By the sequence number of each slot in use where it begins."""
+        self._units = nbytes // ALIGNMENT
+        self._free = FreeRanges(self._units)
+        self._lent: dict[int, tuple[int, int]] = {}
+        """By the sequence number of each slot in use its beginning and its length, in units of ``ALIGNMENT``."""
         self._placed = 0
         self.fd = os.memfd_create("fastensor-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         """The memory, to be sent to the reader. It belongs to this object."""
@@ -156,16 +82,16 @@ class RingWriter:
     @property
     def used_nbytes(self) -> int:
         """Bytes that the writer cannot use, because the reader owns them or is about to."""
-        return self._space.used_nbytes
+        return (self._units - self._free.free) * ALIGNMENT
 
     def place(self, nbytes: int) -> tuple[Slot, memoryview] | None:
         """A new slot, and its bytes to be filled. None if there is no room: wait until the reader gives slots back."""
-        offset = self._space.take(nbytes)
-        if offset is None:
+        begin = self._free.take(_units(nbytes))
+        if begin is None:
             return None
-        slot = Slot(self._placed, offset, nbytes)
+        slot = Slot(self._placed, begin * ALIGNMENT, nbytes)
         self._placed += 1
-        self._begins[slot.sequence] = offset
+        self._lent[slot.sequence] = begin, _units(nbytes)
         return slot, self.view(slot)
 
     def view(self, slot: Slot) -> memoryview:
@@ -178,7 +104,11 @@ class RingWriter:
         Raises:
             KeyError: no slot in use has this number.
         """
-        self._space.shrink(self._begins[slot.sequence], nbytes)
+        begin, units = self._lent[slot.sequence]
+        needed = _units(nbytes)
+        if needed < units:
+            self._free.add(begin + needed, units - needed)
+            self._lent[slot.sequence] = begin, needed
         return slot._replace(nbytes=nbytes)
 
     def release(self, sequence: int) -> None:
@@ -187,7 +117,7 @@ class RingWriter:
         Raises:
             KeyError: no slot in use has this number.
         """
-        self._space.give_back(self._begins.pop(sequence))
+        self._free.add(*self._lent.pop(sequence))
 
 
 class RingReader:
