@@ -82,8 +82,8 @@ class RangeHandle:
         return saved
 
     def displace(self) -> SavedBytes | None:
-        """Have the graphs hold the range in place of their tensors. See
-        :meth:`fastensor.offload.swapper.Displaceable.displace`."""
+        """Have the graphs hold the range in place of their tensors: memory is short, and the caller writes the range.
+        None if that would free no memory. Call it with the swapper's lock held."""
         staying = [one for record in self.records if (one := record()) is not None and one.tensor is not None]
         if self.was_needed or self.kept is None or not staying:
             return None

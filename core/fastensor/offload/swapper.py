@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,6 +43,9 @@ from fastensor.offload.statistics import Counters
 from fastensor.offload.tiers import StorageTiers
 from fastensor.offload.trace import Trace, note_move
 
+if TYPE_CHECKING:
+    from fastensor.offload.hooks import RangeHandle
+
 _MOST_RATIOS = 1 << 16
 """Saved tensors whose ratio is remembered: those that were written first last."""
 _MOST_IDLE_BYTES = 128 << 20
@@ -53,13 +56,6 @@ counts as short long before so few are free, because operations take more than w
 _SHARE_OF_USE = 8
 """Free memory is looked at again when one in so many of the bytes that were left until it is short has been used."""
 _logger = logging.getLogger("fastensor")
-
-
-class Displaceable(Protocol):
-    """Bytes that stay in memory, unless that gets short."""
-
-    def displace(self) -> SavedBytes | None:
-        """The range that is to be written then; None if that would free no memory. The swapper's lock is held."""
 
 
 class Swapper:
@@ -93,7 +89,7 @@ class Swapper:
         """Ranges that graphs hold, wherever the bytes are."""
         self._unmoved = ByteBudget()
         """Those of them that take the memory that they were saved in."""
-        self._kept = weakref.WeakKeyDictionary[Displaceable, None]()
+        self._kept: weakref.WeakKeyDictionary[RangeHandle, None] = weakref.WeakKeyDictionary()
         """Ranges that stay in host memory where they were saved, unless that gets short, in the order of saving."""
         self._failure: Exception | None = None
         """The first failed write, to be raised by the next call; only with ``when_full="raise"``."""
@@ -122,7 +118,7 @@ class Swapper:
         self.raise_failure()
         self._when_there_is_room(self._admit, saved)
 
-    def keep(self, kept: Displaceable) -> None:
+    def keep(self, kept: RangeHandle) -> None:
         """Note bytes that stay in host memory, unless that gets short. They are forgotten when ``kept`` goes."""
         with self._lock:
             self._kept[kept] = None
