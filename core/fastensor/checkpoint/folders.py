@@ -55,21 +55,12 @@ class Entry:
     files: Mapping[Path, Set[str]] = field(default_factory=dict, compare=False)
     """The files of a model, and the names of the tensors that its index expects in each; empty if it cannot be read."""
 
+    expected: Set[str] | None = field(default=None, compare=False)
+    """The names of tensors that indexes expect in a file of a model, which :func:`members_of` has made an entry."""
+
     @property
     def is_checkpoint(self) -> bool:
         return self.kind not in OTHER_KINDS
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A file, or the directory of a distributed checkpoint, that is read by itself."""
-
-    path: Location
-    kind: Kind
-    expected: frozenset[str] | None = None
-    """The names of tensors that indexes expect in it, if not None."""
-    nbytes: int = 0
-    """As that of the entry."""
 
 
 def folder_at(location: Location) -> Path | None:
@@ -114,15 +105,15 @@ def main_entry(location: Location, entries: Sequence[Entry]) -> Entry | None:
     return next((entry for entry in entries if entry.is_checkpoint and entry.path == found), None)
 
 
-def members_of(entries: Sequence[Entry]) -> list[Member]:
+def members_of(entries: Sequence[Entry]) -> list[Entry]:
     """The files of entries, each of which is read once. An index that cannot be read is the only member of its model.
     A file that an index names is a checkpoint, whatever else it is: whoever opens it says what is wrong."""
     expected: dict[str, set[str]] = {}
-    members = {str(entry.path): Member(entry.path, entry.kind, nbytes=entry.nbytes) for entry in entries}
+    members = {str(entry.path): entry for entry in entries}
     for entry in entries:
         for file, names in entry.files.items():
             expected.setdefault(str(file), set()).update(names)
-            members[str(file)] = Member(file, "checkpoint", frozenset(expected[str(file)]))
+            members[str(file)] = Entry(file, "checkpoint", expected=expected[str(file)])
     return [*members.values()]
 
 

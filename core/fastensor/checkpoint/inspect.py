@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,7 +12,7 @@ from fastensor.checkpoint.catalog import Inspection
 from fastensor.checkpoint.comparing import with_notes
 from fastensor.checkpoint.containers import Container, container_of
 from fastensor.checkpoint.contents import open_checkpoint
-from fastensor.checkpoint.directories import metadata_names, nbytes_in_directory
+from fastensor.checkpoint.directories import metadata_names, nbytes_at
 from fastensor.checkpoint.folders import (
     OTHER_KINDS,
     Entry,
@@ -101,11 +100,10 @@ def _inspect_or_name(entry: Entry) -> Inspection:
 
 
 def _not_listed(entry: Entry) -> Inspection:
-    where = str(entry.path)
     if entry.kind == "index":
-        return _named(entry, "huggingface", sum(os.stat(file).st_size for file in entry.files))
+        return _named(entry, "huggingface", sum(map(nbytes_at, entry.files)))
     if metadata_names(entry.path):
-        return _named(entry, "dcp", nbytes_in_directory(where))
+        return _named(entry, "dcp", nbytes_at(entry.path))
     with opened(entry.path) as file:
         return _named(entry, container_of(file), file.nbytes)
 
