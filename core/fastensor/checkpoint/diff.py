@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -146,22 +146,21 @@ def diff(
     """
     if not (rtol >= 0 and atol >= 0):
         raise ValueError(f"rtol and atol are at least 0, found {rtol} and {atol}")
-    paired = _paired(_files_at(first), _files_at(second))
+    pairs, alone = _paired(_files_at(first), _files_at(second))
     closeness = _Closeness(rtol, atol) if values else None
     with ExitStack() as stack:
-        opened_pairs, whole = _opened(paired, backend, stack)
-        contents = _compare_contents(opened_pairs, closeness, progress)
-    files = [_compare_whole(name, *pair, values=values) for name, pair in whole.items()]
-    found = [*contents, *files]
+        sides, whole = _opened(pairs, backend, stack)
+        found = [alone, *_compare_contents(sides, closeness, progress)]
+    found += [_compare_whole(name, *pair, values=values) for name, pair in whole.items()]
     return Difference(
         first=name_of(first),
         second=name_of(second),
-        only_first=tuple(sorted([*paired.only_first, *(name for one in found for name in one.only_first)])),
-        only_second=tuple(sorted([*paired.only_second, *(name for one in found for name in one.only_second)])),
+        only_first=tuple(sorted(name for one in found for name in one.only_first)),
+        only_second=tuple(sorted(name for one in found for name in one.only_second)),
         tensors=tuple(sorted((tensor for one in found for tensor in one.tensors), key=lambda one: one.name)),
         others={name: words for one in found for name, words in one.others.items()},
         same=sum(one.same for one in found),
-        not_compared=tuple(sorted([*paired.not_compared, *(name for one in found for name in one.not_compared)])),
+        not_compared=tuple(sorted(name for one in found for name in one.not_compared)),
     )
 
 
@@ -186,28 +185,23 @@ def _files_at(location: Location) -> _Files:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Paired:
-    """Pairs of the files of two locations that are compared."""
-
-    pairs: Mapping[str, tuple[Entry, Entry]]
-    """By their path; what both have as their model, by an empty one."""
-    only_first: Sequence[str]
-    only_second: Sequence[str]
-    not_compared: tuple[str, ...]
+_NOTHING = Difference("", "", (), (), (), {}, 0)
+"""What is found of a part of two checkpoints begins as this. Names get the path of their file in front."""
 
 
-def _paired(first: _Files, second: _Files) -> _Paired:
+def _paired(first: _Files, second: _Files) -> tuple[dict[str, tuple[Entry, Entry]], Difference]:
+    """The files of both that are compared with each other, by their path, which is empty for what both have as their
+    model; and what is found of all others."""
     mains = _mains_are_a_pair(first, second)
     one, two = (_by_name(side, mains) for side in (first, second))
     single = len(one) == 1 or len(two) == 1
     alone = [{name: side[name] for name in side.keys() - other.keys()} for side, other in ((one, two), (two, one))]
 
-    def only(side: Mapping[str, Entry]) -> list[str]:
-        return [name or str(at.path) for name, at in side.items() if at.is_checkpoint or not single]
+    def only(side: Mapping[str, Entry]) -> tuple[str, ...]:
+        return tuple(name or str(at.path) for name, at in side.items() if at.is_checkpoint or not single)
 
-    return _Paired(
-        pairs={name: (one[name], two[name]) for name in one if name in two},
+    return {name: (one[name], two[name]) for name in one if name in two}, replace(
+        _NOTHING,
         only_first=only(alone[0]),
         only_second=only(alone[1]),
         not_compared=tuple(name for side in alone for name, at in side.items() if single and not at.is_checkpoint),
@@ -227,28 +221,15 @@ def _by_name(files: _Files, mains: bool) -> dict[str, Entry]:
     return {"" if mains and name == files.main else name: entry for name, entry in files.entries.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Names that two files, directories or models share, and that one lacks. Names stand behind the path of the
-    file."""
-
-    only_first: Sequence[str] = ()
-    only_second: Sequence[str] = ()
-    tensors: Sequence[TensorDifference] = ()
-    others: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    same: int = 0
-    not_compared: Sequence[str] = ()
-
-
-def _compare_whole(name: str, one: Entry, two: Entry, *, values: bool) -> _Found:
+def _compare_whole(name: str, one: Entry, two: Entry, *, values: bool) -> Difference:
     """Compare what nothing is known of but its bytes."""
     paths = [str(entry.path) for entry in (one, two)]
     are_files = [*map(os.path.isfile, paths)]
     if not any(are_files):
-        return _Found(not_compared=[name])
+        return replace(_NOTHING, not_compared=(name,))
     if all(are_files) and _same_bytes(*paths, values=values):
-        return _Found(same=1)
-    return _Found(others={name: (_file_in_words(one, values), _file_in_words(two, values))})
+        return replace(_NOTHING, same=1)
+    return replace(_NOTHING, others={name: (_file_in_words(one, values), _file_in_words(two, values))})
 
 
 def _same_bytes(one: str, two: str, *, values: bool) -> bool:
@@ -307,7 +288,7 @@ class _Closeness:
 
 def _compare_contents(
     pairs: Mapping[str, tuple[OpenCheckpoint, OpenCheckpoint]], closeness: _Closeness | None, progress: Progress | None
-) -> list[_Found]:
+) -> list[Difference]:
     """Compare what is in files, directories and models, by their paths."""
     shared = {file: [name for name in one.tensors if name in two.tensors] for file, (one, two) in pairs.items()}
     total = sum(pairs[file][0].tensors[name].nbytes for file, names in shared.items() for name in names)
@@ -324,7 +305,7 @@ def _compare_contents(
     return found
 
 
-def _found_in(file: str, one: OpenCheckpoint, two: OpenCheckpoint, tensors: Sequence[TensorDifference]) -> _Found:
+def _found_in(file: str, one: OpenCheckpoint, two: OpenCheckpoint, tensors: Sequence[TensorDifference]) -> Difference:
     """What is found in a file, of whose tensors these differ."""
 
     def behind(name: str) -> str:
@@ -333,10 +314,11 @@ def _found_in(file: str, one: OpenCheckpoint, two: OpenCheckpoint, tensors: Sequ
     names = [{*side.tensors, *side.others} for side in (one, two)]
     others, same = _compare_others(one, two)
     shared = one.tensors.keys() & two.tensors.keys()
-    return _Found(
-        only_first=[*map(behind, names[0] - names[1])],
-        only_second=[*map(behind, names[1] - names[0])],
-        tensors=[replace(tensor, name=behind(tensor.name)) for tensor in tensors],
+    return replace(
+        _NOTHING,
+        only_first=tuple(map(behind, names[0] - names[1])),
+        only_second=tuple(map(behind, names[1] - names[0])),
+        tensors=tuple(replace(tensor, name=behind(tensor.name)) for tensor in tensors),
         others={behind(name): words for name, words in others.items()},
         same=len(shared) - len(tensors) + same,
     )
@@ -406,7 +388,7 @@ def _largest(one: torch.Tensor, two: torch.Tensor) -> float:
 
 
 def _opened(
-    paired: _Paired, backend: BackendChoice, stack: ExitStack
+    pairs: Mapping[str, tuple[Entry, Entry]], backend: BackendChoice, stack: ExitStack
 ) -> tuple[dict[str, tuple[OpenCheckpoint, OpenCheckpoint]], dict[str, tuple[Entry, Entry]]]:
     """Both sides, and what can only be compared byte by byte, by path.
 
@@ -415,14 +397,14 @@ def _opened(
     """
     sides: dict[str, tuple[OpenCheckpoint, OpenCheckpoint]] = {}
     whole: dict[str, tuple[Entry, Entry]] = {}
-    for name, (one, two) in paired.pairs.items():
+    for name, (one, two) in pairs.items():
         if not (one.is_checkpoint and two.is_checkpoint):
             whole[name or str(one.path)] = one, two
             continue
         try:
             sides[name] = open_checkpoint(one, stack, backend), open_checkpoint(two, stack, backend)
         except UnsupportedContentError:
-            if len(paired.pairs) == 1 or not (_is_one_file(one) and _is_one_file(two)):
+            if len(pairs) == 1 or not (_is_one_file(one) and _is_one_file(two)):
                 raise
             whole[name or str(one.path)] = one, two
     return sides, whole
