@@ -18,7 +18,7 @@ from fastensor.checkpoint.containers import directory_container
 from fastensor.checkpoint.conversion.copying import cast_bytes
 from fastensor.checkpoint.conversion.same_file import check_nothing_is_lost, is_same_file
 from fastensor.checkpoint.conversion.settings import ConvertSettings, WrittenContainer
-from fastensor.checkpoint.conversion.sources import Source, open_source, what_shares_memory
+from fastensor.checkpoint.conversion.sources import ConversionSource, open_source, what_shares_memory
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.progress import Progress, reporting
 from fastensor.checkpoint.report import SaveReport, warn_unverified
@@ -172,7 +172,7 @@ class _Conversion:
         progress: gets the bytes of all tensors.
     """
 
-    def __init__(self, source: Source, settings: ConvertSettings, progress: Progress) -> None:
+    def __init__(self, source: ConversionSource, settings: ConvertSettings, progress: Progress) -> None:
         self._source = source
         self._settings = settings
         self._progress = progress

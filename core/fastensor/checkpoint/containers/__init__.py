@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fastensor.checkpoint.containers import legacy_file, safetensors_file, torch_file
     from fastensor.checkpoint.contents import OpenCheckpoint
     from fastensor.checkpoint.conversion.settings import ConvertSettings
-    from fastensor.checkpoint.conversion.sources import Source
+    from fastensor.checkpoint.conversion.sources import ConversionSource
     from fastensor.checkpoint.dcp import container as dcp_container
     from fastensor.checkpoint.location import Location
     from fastensor.checkpoint.progress import Progress
@@ -100,7 +100,7 @@ class DirectoryContainer(Protocol):
     def open_checkpoint(self, location: Location, stack: ExitStack, backend: BackendChoice) -> OpenCheckpoint:
         """See :func:`fastensor.checkpoint.contents.open_checkpoint`."""
 
-    def open_source(self, location: Location, settings: ConvertSettings, stack: ExitStack) -> Source:
+    def open_source(self, location: Location, settings: ConvertSettings, stack: ExitStack) -> ConversionSource:
         """See :func:`fastensor.checkpoint.conversion.sources.open_source`."""
 
     def left_out(self, source: Location, settings: ConvertSettings) -> tuple[str, ...]:

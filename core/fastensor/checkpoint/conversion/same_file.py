@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from fastensor.checkpoint.catalog import Catalog, ties_in
 from fastensor.checkpoint.conversion.selection import Selection
 from fastensor.checkpoint.conversion.settings import ConvertSettings
-from fastensor.checkpoint.conversion.sources import Source
+from fastensor.checkpoint.conversion.sources import ConversionSource
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.safetensors import beyond_format
@@ -33,7 +33,7 @@ def _identity_of(location: Location) -> object:
 
 
 def check_nothing_is_lost(
-    source: Source, settings: ConvertSettings, target: Location, texts: Mapping[str, str]
+    source: ConversionSource, settings: ConvertSettings, target: Location, texts: Mapping[str, str]
 ) -> None:
     """Refuse to replace the source by a file that holds less, or while it is read.
 

@@ -30,7 +30,7 @@ and those of all these tensors."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ConversionSource:
     """What is converted. It is open."""
 
     where: str
@@ -54,7 +54,7 @@ class Source:
     """Makes what is saved of its tensors, by name."""
 
 
-def open_source(location: Location, settings: ConvertSettings, stack: ExitStack) -> Source:
+def open_source(location: Location, settings: ConvertSettings, stack: ExitStack) -> ConversionSource:
     """Open the files of a source, and choose its tensors. Only directories are read, but for files of torch before 1.6.
 
     Args:
@@ -72,7 +72,7 @@ def open_source(location: Location, settings: ConvertSettings, stack: ExitStack)
     return _open_files(location, settings, stack)
 
 
-def _open_files(location: Location, settings: ConvertSettings, stack: ExitStack) -> Source:
+def _open_files(location: Location, settings: ConvertSettings, stack: ExitStack) -> ConversionSource:
     weights = weights_at(location)
     index = weights if weights is not None and is_index(weights) else None
     if index is not None and settings.root is not None:
@@ -94,7 +94,7 @@ def _open_files(location: Location, settings: ConvertSettings, stack: ExitStack)
     metadata = _shared([one.catalog.metadata for one in files])
     lost = metadata_in_words(metadata) if settings.container == "torch" else []
     ties = {one.file.where: ties_in(selection.tensors) for one, selection in zip(files, selections, strict=True)}
-    return Source(
+    return ConversionSource(
         where=where,
         tensors={name: one.tensor.info for name, one in tensors.items()},
         read=partial(_read, tensors, settings, stack),

@@ -22,7 +22,7 @@ from fastensor.checkpoint.comparing import FileToVerify, VerifyReport, compare_f
 from fastensor.checkpoint.containers import container_of
 from fastensor.checkpoint.conversion.selection import beside, renamed
 from fastensor.checkpoint.conversion.settings import ConvertSettings
-from fastensor.checkpoint.conversion.sources import Source, metadata_in_words
+from fastensor.checkpoint.conversion.sources import ConversionSource, metadata_in_words
 from fastensor.checkpoint.dcp.catalog import Contents, read_contents
 from fastensor.checkpoint.dcp.catalog import verify_directory as verify
 from fastensor.checkpoint.dcp.tensors import DirectoryTensors, tensor_bytes
@@ -43,7 +43,7 @@ from fastensor.stitch.source import FileBytes
 __all__ = ["left_out", "open_checkpoint", "open_source", "verify", "write"]
 
 
-def open_source(location: Location, settings: ConvertSettings, stack: ExitStack) -> Source:
+def open_source(location: Location, settings: ConvertSettings, stack: ExitStack) -> ConversionSource:
     """A file of torch also gets the other objects, unless tensors get new names."""
     contents = read_contents(cast(str, location))
     chosen = _chosen(contents, settings.root)
@@ -56,7 +56,7 @@ def open_source(location: Location, settings: ConvertSettings, stack: ExitStack)
         flat = {name: stand_ins[name] if name in stand_ins else tensors.read_object(name) for name in chosen}
         return _with_numbers_of_parameters(unflatten_state_dict(flat, cast(Any, chosen)))
 
-    return Source(
+    return ConversionSource(
         where=contents.directory.path,
         tensors={key: tensors.infos[name] for key, name in by_key.items()},
         read=partial(_read, tensors, by_key, settings.memory_nbytes // 2),
