@@ -154,5 +154,5 @@ def _part_of(tensor: PickledTensor, name: str, parts: Mapping[str, Part], where:
 
 @lru_cache(maxsize=4096)
 def _numel_and_reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int]:
-    """How many elements a tensor has, and how many its storage has from its first to its last one."""
+    """Number of a tensor's elements, and of its storage's from its first to its last one."""
     return torch.Size(shape).numel(), sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1

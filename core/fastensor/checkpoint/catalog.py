@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fastensor.checkpoint.folders import OtherKind
 
 _SHOWN = 60
-"""How many characters of a value are shown."""
+"""Characters of a value that are shown."""
 _SHOWN_NAMES = 5
 
 
@@ -103,7 +103,7 @@ class Catalog:
     globals: bytes = b""
     """A pickle that names the same globals as that of the file; empty if there is none. It is not to be run."""
     is_flat: bool = False
-    """Whether the container holds nothing but one dict of tensors."""
+    """True if the container holds nothing but one dict of tensors."""
 
     @property
     def others(self) -> dict[str, str]:
@@ -227,7 +227,7 @@ class Inspection:
     nbytes: int
     """Size of the file, or of all files."""
     checked: bool
-    """Whether the file carries checksums of its tensors. :func:`fastensor.verify` compares them."""
+    """True if the file carries checksums of its tensors. :func:`fastensor.verify` compares them."""
     tensors: tuple[TensorInfo, ...]
     others: Mapping[str, str]
     """Everything that is not a tensor: names, and values in words."""
@@ -240,17 +240,16 @@ class Inspection:
     ties: tuple[tuple[str, ...], ...]
     """Groups of names of tensors that share bytes."""
     memory_bytes: int
-    """What the tensors take when they are loaded: those that share memory once, and of views all that they are views
-    of."""
+    """Memory of the loaded tensors: those that share memory count once, views with all that they are views of."""
     files: Mapping[str, Inspection] = field(default_factory=dict)
-    """What each file in a folder holds, by its path in the folder; empty if there is but one. Files that are no
+    """Contents of each file in a folder, by its path in the folder; empty if there is but one. Files that are no
     checkpoints are among them (``text``, ``pickle``, ``link``, ``other``). Of those that can only be loaded whole,
     ``metadata`` says so."""
 
     __repr__ = record_repr
 
     def __str__(self) -> str:
-        """What there is for people, in a few lines; ``fastensor inspect`` shows all of it."""
+        """Summary for people, in a few lines; ``fastensor inspect`` shows all of it."""
         checked = "with checksums" if self.checked else "without checksums"
         lines = [
             f"{without_secrets(self.path)}: {self.container}, {human_size(self.nbytes)}, {checked}",

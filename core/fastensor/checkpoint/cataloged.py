@@ -33,7 +33,7 @@ class CatalogedFile(NamedTuple):
     """The names of the tensors that count, because an index expects them; None for all."""
 
     def counts(self, name: str) -> bool:
-        """Whether a tensor of the file is one of the checkpoint."""
+        """True if a tensor of the file is one of the checkpoint."""
         return self.expected is None or name in self.expected
 
 

@@ -39,12 +39,12 @@ class VerifyReport:
     nbytes: int
     """Size of the file, or of all files that are checkpoints."""
     compared: int
-    """How many parts were compared with a checksum."""
+    """Number of parts that were compared with a checksum."""
     compared_bytes: int
     """Size of these parts."""
     uncompared: int
-    """How many parts carry no checksum. What is neither a checkpoint, nor a text, nor a link to a directory in the
-    folder, counts as one."""
+    """Number of parts that carry no checksum. What is neither a checkpoint, nor a text, nor a link to a directory in
+    the folder, counts as one."""
     seconds: float
     damage: tuple[Damage, ...] = ()
     """The parts that do not match."""
@@ -57,7 +57,7 @@ class VerifyReport:
 
     @property
     def is_of_checkpoint(self) -> bool:
-        """Whether this is not only the name of a file that is no checkpoint."""
+        """True if this is not only the name of a file that is no checkpoint."""
         return self.container not in ("index", *OTHER_KINDS)
 
     __repr__ = record_repr
@@ -83,7 +83,7 @@ class VerifyReport:
 
     @property
     def complete(self) -> bool:
-        """Whether every part has a checksum, but for texts. If False, there may be damage that no reader can see."""
+        """True if every part has a checksum, but for texts. If False, there may be damage that no reader can see."""
         return self.uncompared == 0
 
 

@@ -49,16 +49,16 @@ _FOREIGN: tuple[tuple[bytes, str], ...] = (
 """Other formats by their first bytes."""
 _SHOWN_CHARACTERS = 40
 _MAIN_OPCODES = b"]}(c\x8c\x95KGNXB"
-"""What pickles begin with, after their protocol."""
+"""Opcodes with which pickles begin, after their protocol."""
 
 
 def is_tar(start: bytes) -> bool:
-    """Whether a file that begins like this is a tar archive."""
+    """True if a file that begins like this is a tar archive."""
     return start.startswith(_TAR_MAGIC, _TAR_MAGIC_AT)
 
 
 def foreign_content(start: bytes) -> str:
-    """What a file is that is no checkpoint, in words, with what to do; empty if that is not known.
+    """Words for a file that is no checkpoint, with what to do; empty if its kind is not known.
 
     Args:
         start: its first :data:`SNIFFED_NBYTES` bytes, or all of it.
@@ -89,7 +89,7 @@ def refuse_foreign(start: bytes, where: str, expected: str = "a checkpoint") -> 
 
 
 def is_plain_pickle(start: bytes) -> bool:
-    """Whether a file that begins like this is a pickle that begins with something else than a long number, as those of
+    """True if a file that begins like this is a pickle that begins with something else than a long number, as those of
     torch do."""
     if start[:1] != b"\x80" or start[1:2] not in (b"\2", b"\3", b"\4", b"\5"):
         return False
@@ -99,7 +99,7 @@ def is_plain_pickle(start: bytes) -> bool:
 
 
 def is_text(start: bytes) -> bool:
-    """Whether what a file begins with is a text, or nothing.
+    """True if what a file begins with is a text, or nothing.
 
     >>> is_text(b"{}"), is_text("Ü".encode()[:1]), is_text(b"\\0"), is_text(b"\\xff")
     (True, True, False, False)
@@ -117,7 +117,7 @@ def _decoded(start: bytes) -> str | None:
 
 
 def _text_in_words(start: bytes) -> str:
-    """What a text is; empty if it is none. Less than eight bytes may be left of a checkpoint."""
+    """Words for a text; empty if it is none. Less than eight bytes may be left of a checkpoint."""
     text = _decoded(start)
     if len(start) < LENGTH_NBYTES or not text:
         return ""
@@ -131,7 +131,7 @@ def _text_in_words(start: bytes) -> str:
 
 
 def is_safetensors_name(name: str | os.PathLike[str]) -> bool:
-    """Whether a name is one of safetensors files.
+    """True if a name is one of safetensors files.
 
     >>> is_safetensors_name("model.safetensors"), is_safetensors_name("model.ckpt")
     (True, False)

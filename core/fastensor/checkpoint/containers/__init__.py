@@ -116,7 +116,7 @@ class Registered(NamedTuple):
     module: str
     """Its module in this folder."""
     begins: Callable[[bytes, int], bool]
-    """Whether a file is one of it, by its first :data:`SNIFFED_NBYTES` bytes and its size."""
+    """True if a file is one of it, by its first :data:`SNIFFED_NBYTES` bytes and its size."""
     suffix: str = ""
     """The ending of the names of its files, which counts where their bytes say nothing."""
 

@@ -44,7 +44,7 @@ _logger = logging.getLogger("fastensor")
 _FINAL = (FastensorError, MemoryError, torch.OutOfMemoryError)
 """Another attempt would raise these again."""
 _MAPS_EMPTY_STORAGES = torch.__version__ >= "2.15"
-"""Whether ``torch.load(mmap=True)`` keeps the dtypes of several tensors that share an empty storage."""
+"""True if ``torch.load(mmap=True)`` keeps the dtypes of several tensors that share an empty storage."""
 
 
 def load(file: OpenedFile, request: LoadRequest) -> Loaded:
@@ -81,8 +81,9 @@ def _archive_of(file: OpenedFile) -> TorchArchive:
 
 
 def _why_not_mapped(file: OpenedFile, archive: TorchArchive) -> str:
-    """Why the file cannot be mapped by ``torch.load``; empty if it can. Mapped, an empty storage has an address, by
-    which torch before 2.15 takes the storage for loaded, and gives all tensors in it the dtype of the first one."""
+    """Reason for which the file cannot be mapped by ``torch.load``; empty if it can. Mapped, an empty storage has an
+    address, by which torch before 2.15 takes the storage for loaded, and gives all tensors in it the dtype of the first
+    one."""
     empty = {key for key, part in archive.storages.items() if not part.nbytes}
     if not empty or archive.why_torch or _MAPS_EMPTY_STORAGES:
         return ""
@@ -116,7 +117,7 @@ _ALL = _Selection(set())
 
 
 def _select(file: OpenedFile, archive: TorchArchive, keys: Iterable[str], request: LoadRequest) -> _Selection | None:
-    """What ``keys`` choose; None if the whole file has to be read to find out."""
+    """Selection by ``keys``; None if the whole file has to be read to find out."""
     from fastensor.stitch.pickle_parts import cut  # a load without keys needs nothing of it
     from fastensor.stitch.pickle_records import PickledStorage, all_in
     from fastensor.stitch.torch_pickle import read_program
@@ -138,7 +139,7 @@ def _select(file: OpenedFile, archive: TorchArchive, keys: Iterable[str], reques
 
 
 def _beside(tree: Any, names: Collection[str], where: str) -> tuple[list[Any], list[Any]]:
-    """What is in a tree beside the branches that lead to chosen values.
+    """Branches of a tree beside those that lead to chosen values.
 
     Args:
         tree: what a pickle makes.
@@ -323,7 +324,7 @@ def load_with_torch(file: OpenedFile, request: LoadRequest, *, is_zip: bool) -> 
 
 @contextmanager
 def _for_torch(file: OpenedFile, request: LoadRequest) -> Iterator[Any]:
-    """What torch is to read. A file that the caller has opened is read as if the caller had given it to torch."""
+    """File that torch reads. A file that the caller has opened is read as if the caller had given it to torch."""
     if file.path is not None and (request.mmap or file.borrowed is None):
         yield file.path
     elif file.borrowed is not None and hasattr(file.borrowed.file, "readline"):

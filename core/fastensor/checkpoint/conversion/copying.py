@@ -158,7 +158,7 @@ class PiecewiseBytes(FileBytes):
 
 
 _PIECE_ELEMENTS = 1 << 20
-"""How many elements are cast at a time."""
+"""Elements that are cast at a time."""
 
 
 def cast_bytes(source: FileBytes, dtype: torch.dtype, wanted: torch.dtype, title: str) -> FileBytes:

@@ -34,7 +34,7 @@ class ConversionSource:
     """What is converted. It is open."""
 
     where: str
-    """What messages call it."""
+    """Name in messages."""
     tensors: Mapping[str, TensorInfo]
     """By their new names."""
     read: ReadTensors

@@ -244,7 +244,7 @@ def _verified(settings: ConvertSettings, file: Location, names: Set[str] | None,
 
 
 def _loaded(files: Mapping[Location, set[str] | None]) -> Any:
-    """What a file, or the files of a model, hold. Tensors are mapped, unless torch wrote the file before 1.6."""
+    """Contents of a file, or of the files of a model. Tensors are mapped, unless torch wrote the file before 1.6."""
     state: dict[str, Any] = {}
     for file, names in files.items():
         with opened(file) as one:

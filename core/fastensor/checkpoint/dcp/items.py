@@ -114,7 +114,7 @@ def items_by_file(items: Iterable[Item]) -> dict[str, list[Item]]:
 
 
 def is_safetensors(file: OpenedFile) -> bool:
-    """Whether a file of a distributed checkpoint is one of safetensors, which has no items."""
+    """True if a file of a distributed checkpoint is one of safetensors, which has no items."""
     return recognize(start_of(file), file.nbytes) == "safetensors"
 
 
@@ -232,7 +232,7 @@ class ItemReader:
         return True
 
     def has_known_layout(self, item: Item) -> bool:
-        """Whether an item is a contiguous tensor as our writer and torch's write it, so that parts can be read. A small
+        """True if an item is a contiguous tensor as our writer and torch's write it, so that parts can be read. A small
         item is read with its neighbours."""
         head = b"" if item.archive is None else item.archive.head
         nbytes = item.nbytes if item.is_small else len(head)
