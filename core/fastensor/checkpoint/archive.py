@@ -1,4 +1,4 @@
-"""What zip archives of torch hold, read from an opened file without running it: the part of
+"""Contents of torch's zip archives, read from an opened file without running it: the part of
 ``containers/torch_file.py`` that its errors need, too."""
 
 from __future__ import annotations

@@ -96,7 +96,8 @@ class Catalog:
     unchecked: str = ""
     """Reason for which ``checked`` is False, if there is more to say than that the file carries no checksums."""
     structure: Any = None
-    """What the file makes. Records take the places of tensors and objects: see :mod:`fastensor.stitch.pickle_records`.
+    """Structure of the file. Records take the places of tensors and objects: see
+    :mod:`fastensor.stitch.pickle_records`.
     """
     by_identity: Mapping[int, Located] = field(default_factory=dict)
     """The located tensors by the identities of their records in the structure: two may have one name."""
@@ -112,7 +113,7 @@ class Catalog:
 
 
 def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:
-    """What a checkpoint holds. No code of it is run, and nothing that it names is imported.
+    """Catalog of a checkpoint. No code of it is run, and nothing that it names is imported.
 
     Args:
         file: the checkpoint.

@@ -106,7 +106,7 @@ class DamagedCheckpointError(CorruptCheckpointError):
 
 @dataclass(slots=True)
 class Comparison:
-    """What was compared so far of a file, or of several."""
+    """Counts of what was compared so far of a file, or of several."""
 
     nbytes: int = 0
     """Size of the files."""
@@ -222,7 +222,7 @@ def compare_each(
 
 
 _WHOLE = {"huggingface": "model", "dcp": "checkpoint"}
-"""What messages call the files of a container together."""
+"""Words for the files of a container together, in messages."""
 
 
 def with_notes(failures: Sequence[Exception], what: str) -> Exception:

@@ -1,4 +1,5 @@
-"""What a checkpoint of any kind holds, open for reading: a file, a model in several files, a distributed checkpoint."""
+"""Contents of a checkpoint of any kind, open for reading: a file, a model in several files, a distributed
+checkpoint."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ def wrap_method(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[
 
 @contextmanager
 def replacing() -> Iterator[ExitStack]:
-    """For attributes that all threads see: blocks of several threads follow one another, so that each of them puts back
-    what was there before.
+    """Block in which attributes that all threads see are replaced. Blocks of several threads follow one another, so
+    that each of them puts back what was there before.
 
     Yields:
         What undoes at the end of the block: ``undo.callback(replace_attribute(module, "save", save))``.

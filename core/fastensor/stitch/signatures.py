@@ -1,4 +1,4 @@
-"""How files begin: those that are checkpoints, and others that are taken for such."""
+"""First bytes of files: of checkpoints, and of others that are taken for such."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from fastensor.errors import NotACheckpointError
 
 SNIFFED_NBYTES = 512
-"""How many bytes from the start of a file say what it is."""
+"""Bytes from the start of a file that say what it is."""
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
 """The number that torch pickled in front of everything else before 1.6."""
 LEGACY_MAGIC_WITHIN = 32

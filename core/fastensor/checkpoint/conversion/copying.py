@@ -126,9 +126,9 @@ class PiecewiseBytes(FileBytes):
         self._report = report
         self._pieces: Iterator[memoryview] = iter(())
         self._piece = memoryview(b"")
-        """What is left of the piece that was read last."""
+        """Rest of the piece that was read last."""
         self._at = 0
-        """Where that begins."""
+        """Offset of that rest."""
 
     def nbytes(self) -> int:
         return self._nbytes

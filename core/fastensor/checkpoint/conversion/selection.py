@@ -1,4 +1,4 @@
-"""Which tensors of a source are converted, what they are called, and what is left out. Pure."""
+"""Choosing and naming the tensors of a source that are converted. Pure."""
 
 from __future__ import annotations
 
