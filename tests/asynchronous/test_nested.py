@@ -13,8 +13,6 @@ import torch
 from programs import run
 
 import fastensor
-from fastensor.checkpoint import save_transaction
-from fastensor.checkpoint.nested import is_nested
 from fastensor.files import posix
 
 PROGRAM = Path(__file__).with_name("interrupted.py")
@@ -48,23 +46,37 @@ def interrupted_sync(monkeypatch: pytest.MonkeyPatch) -> Any:
     signal.signal(signal.SIGUSR1, previous)
 
 
-def test_the_interrupted_save_says_that_it_was_replaced(tmp_path: Path, interrupted_sync: Any) -> None:
+def test_the_interrupted_save_goes_on(tmp_path: Path, interrupted_sync: Any) -> None:
     reports: list[fastensor.SaveReport] = []
     interrupted_sync(lambda number, frame: reports.append(fastensor.save({"of": "handler"}, tmp_path / "x")))
-    with pytest.raises(fastensor.SaveDroppedError, match="has saved to the same path meanwhile"):
-        fastensor.save(STATE, tmp_path / "x")
-    assert fastensor.load(tmp_path / "x") == {"of": "handler"}
+    assert fastensor.save(STATE, tmp_path / "x").durable
+    assert torch.equal(fastensor.load(tmp_path / "x")["w"], STATE["w"])
     assert os.listdir(tmp_path) == ["x"]
     assert reports[0].durable
     assert "a signal handler" in reports[0].reason
 
 
-def test_a_file_that_is_written_in_place(tmp_path: Path, interrupted_sync: Any) -> None:
-    """The handler's save replaces it, or writes it in place as well; the interrupted one goes nowhere."""
+def test_a_file_that_is_written_in_place_refuses_the_handler(tmp_path: Path, interrupted_sync: Any) -> None:
+    refusals: list[str] = []
+
+    def save(number: int, frame: Any) -> None:
+        with pytest.raises(fastensor.CheckpointWriteError, match="it is locked: another process or save") as refused:
+            fastensor.save({"of": "handler"}, path)
+        refusals.append(str(refused.value))
+
+    interrupted_sync(save)
+    with (tmp_path / "x").open("w+b") as file:
+        path = f"/dev/fd/{file.fileno()}"
+        fastensor.save(STATE, path)
+    assert len(refusals) == 1
+    assert torch.equal(fastensor.load(tmp_path / "x")["w"], STATE["w"])
+
+
+def test_a_file_that_is_written_in_place_because_it_was_empty(tmp_path: Path, interrupted_sync: Any) -> None:
+    """The handler's save replaces the file that the interrupted one is writing."""
     (tmp_path / "x").touch()
     interrupted_sync(lambda number, frame: fastensor.save({"of": "handler"}, tmp_path / "x"))
-    with pytest.raises(fastensor.SaveDroppedError):
-        fastensor.save(STATE, tmp_path / "x")
+    fastensor.save(STATE, tmp_path / "x")
     assert fastensor.load(tmp_path / "x") == {"of": "handler"}
 
 
@@ -76,29 +88,13 @@ def test_a_backend_that_was_asked_for_is_not_used_and_the_report_says_so(tmp_pat
 
 
 def test_a_handler_that_interrupts_something_else_saves_as_usual(tmp_path: Path) -> None:
-    nested: list[bool] = []
-    previous = signal.signal(signal.SIGUSR1, lambda number, frame: nested.append(is_nested()))
+    reports: list[fastensor.SaveReport] = []
+    previous = signal.signal(
+        signal.SIGUSR1, lambda number, frame: reports.append(fastensor.save(STATE, tmp_path / "x"))
+    )
     os.kill(os.getpid(), signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, previous)
-    assert nested == [False]
-    assert fastensor.save(STATE, tmp_path / "x", backend="direct").backend != "stream"
-
-
-def test_an_interrupted_save_in_place_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interruption comes before the interrupted save has opened its file."""
-    wait = save_transaction.wait_to_replace
-
-    def interrupted(target: object) -> None:
-        monkeypatch.setattr(save_transaction, "wait_to_replace", wait)
-        fastensor.save({"of": "handler"}, path)
-        wait(target)
-
-    monkeypatch.setattr(save_transaction, "wait_to_replace", interrupted)
-    with (tmp_path / "x").open("w+b") as file:
-        path = f"/dev/fd/{file.fileno()}"
-        with pytest.raises(fastensor.SaveDroppedError):
-            fastensor.save(STATE, path)
-    assert fastensor.load(tmp_path / "x") == {"of": "handler"}
+    assert "a signal handler" not in reports[0].reason
 
 
 def test_a_nested_save_that_fails_replaces_nothing(

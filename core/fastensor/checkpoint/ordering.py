@@ -54,9 +54,9 @@ class PendingWork(ABC):
     def run(self) -> None:
         """Do the work, which the caller has claimed, and end it. Raises nothing."""
 
-    @abstractmethod
-    def withdraw(self) -> None:
-        """Have the work end without touching its place. Takes no lock: a signal handler may call this."""
+    def drop(self, why: Any, message: str) -> bool:
+        """Have the work end without touching its place; False if it is too late, or if such work cannot be dropped."""
+        return False
 
     @property
     def done(self) -> bool:
@@ -185,6 +185,12 @@ def wait_to_replace(target: Target | RemotePath | object) -> None:
         _wait_for(place_of(target))
 
 
+def drop_replaced(target: Target | RemotePath | object) -> None:
+    """Drop the saves that were accepted for a target, because a nested save, which cannot wait, has replaced them."""
+    for work in pending(place_of(target)) if isinstance(target, Target | RemotePath) else ():
+        work.drop("replaced", "a signal handler or a callback has saved to the same path")
+
+
 def wait_to_remove(location: Location) -> None:
     """Return when everything that was accepted for a path, or inside of it, is done."""
     _wait_inside(location)
@@ -207,12 +213,6 @@ def _wait_inside(location: Location) -> list[PendingWork]:
     own = next(places_behind(location), "")
     inside = {work.place for work in tuple(_pending) if own and work.place.startswith(own.rstrip("/") + "/")}
     return [work for place in (own, *inside) for work in _wait_for(place)]
-
-
-def withdraw_pending(place: str) -> None:
-    """Have everything that was accepted for a place end without touching it."""
-    for work in pending(place):
-        work.withdraw()
 
 
 def _wait_for(place: str) -> list[PendingWork]:

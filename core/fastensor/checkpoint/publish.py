@@ -117,7 +117,7 @@ class InPlace:
 
     Raises:
         OSError: the file may not be written.
-        BlockingIOError: another process has locked the file, perhaps to write to it.
+        BlockingIOError: the file is locked: another process, thread or save may be writing to it.
     """
 
     def __init__(self, target: Target, why: str) -> None:
@@ -129,7 +129,7 @@ class InPlace:
         try:
             self.is_file = stat.S_ISREG(os.fstat(self.fd).st_mode)
             if self.is_file and not posix.try_lock(self.fd):
-                raise BlockingIOError(errno.EAGAIN, "another process has locked it, perhaps to write to it")
+                raise BlockingIOError(errno.EAGAIN, "it is locked: another process or save may be writing to it")
             status = os.fstat(self.fd)
             self.nbytes = status.st_size
             """Size of the old contents."""
@@ -172,12 +172,6 @@ class InPlace:
     def finish(self) -> None:
         """Note that everything was written."""
         self.finished = True
-
-    def withdraw(self) -> None:
-        """Discard everything that is still written, and unlock the file. Any thread may call this at any instant."""
-        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(null, self.fd, inheritable=False)
-        os.close(null)
 
     def close(self) -> None:
         """Close the file. A file that was empty is made empty again unless everything was written.

@@ -91,8 +91,6 @@ def save(
         CheckpointWriteError: the operating system or the remote filesystem refused an operation. The old file is still
             at ``path``, unless the message says that the new file is in place but may not survive a power failure. An
             open file, or a file that is written in place, holds a part of the new contents.
-        SaveDroppedError: a signal handler that has interrupted this save has saved to the same path, and its file is
-            there. If the path is a URL, and the upload was about to end, this save's file may be there instead.
         StateChangedError: a storage was resized meanwhile. The old file is still at ``path``, unless it is written in
             place.
         UnsupportedContentError: a safetensors file cannot hold the object.
@@ -100,10 +98,12 @@ def save(
         UnknownBackendError: no backend has that name.
         Exception: whatever pickling the object raises.
 
-    May be called from several threads at once, and by signal handlers. A handler that interrupts Fastensor itself saves
-    independently of what it interrupts, and in a simpler way: without threads, through the page cache. Two saves to one
-    path at a time leave one of both files, whole. A ``torch.save`` that was wrapped or mocked is called once, and
-    writes the file. So does torch's own under ``torch.serialization.skip_data``: then the file has no values.
+    May be called from several threads at once, and by signal handlers and callbacks. One that interrupts a save waits
+    for nothing, and saves in a simpler way: without threads, through the page cache. What it has interrupted goes on
+    afterwards; only asynchronous saves to the same path are dropped. Two saves to one path at a time leave one of both
+    files, whole: that of the interrupted save, say. A file that is being written in place is locked, and refuses the
+    second save. A ``torch.save`` that was wrapped or mocked is called once, and writes the file. So does torch's own
+    under ``torch.serialization.skip_data``: then the file has no values.
 
     >>> import os, tempfile, torch, fastensor
     >>> path = os.path.join(tempfile.mkdtemp(), "model.ckpt")

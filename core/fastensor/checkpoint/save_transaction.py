@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,12 +18,12 @@ from fastensor.checkpoint.freeing import Freeing, wait_for_space
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.nested import is_nested
 from fastensor.checkpoint.opened import can
-from fastensor.checkpoint.ordering import place_of, wait_to_replace, withdraw_pending
+from fastensor.checkpoint.ordering import drop_replaced, wait_to_replace
 from fastensor.checkpoint.publish import InPlace, Target, open_output, publish, resolve_target
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE
 from fastensor.checkpoint.remote import replacing
 from fastensor.checkpoint.report import SaveReport
-from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError, SaveDroppedError, caught_as
+from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError, caught_as
 from fastensor.files import posix
 from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import kept_at, write_errors
@@ -108,9 +106,7 @@ class SaveTransaction:
         self._fallbacks: list[Fallback] = []
         self._freeing = Freeing()
         self._output: NewFile | InPlace | None = None
-        self._thread = threading.get_ident()
-        self._nested = False
-        self._withdrawn = False
+        self._nested = is_nested()
 
     def __enter__(self) -> Self:
         return self
@@ -124,72 +120,24 @@ class SaveTransaction:
         Raises:
             Exception: whatever ``plan`` raises; then nothing has been written. Or as :meth:`finish`.
         """
-        with self.under_way():
-            return self.finish(self.plan(plan))
+        return self.finish(self.plan(plan))
 
     def finish(self, planned: Plan | None) -> SaveReport:
         """Write a planned file in this thread, behind everything that this process has accepted for the target.
 
-        A nested save (see :mod:`fastensor.checkpoint.nested`) waits for nothing: what this thread and asynchronous
-        writers have still to do at the target is withdrawn instead, when the nested save is about to publish its file.
-        The last step of an upload to a URL cannot be withdrawn: an interrupted save may then replace the nested one.
+        A nested save (see :mod:`fastensor.checkpoint.nested`) waits for nothing. Asynchronous saves to the target are
+        dropped when it has succeeded.
 
         Raises:
             CheckpointWriteError: the file could not be written; the message says what is there now.
-            SaveDroppedError: a nested save has replaced this one.
         """
         with self:
-            self._nested = is_nested()
-            if self._nested:
-                for other in self._interrupted():
-                    if isinstance(other._output, InPlace):  # which has locked the file
-                        other.withdraw()
-            else:
+            if not self._nested:
                 wait_to_replace(self.target)
-            return self.move(planned)
-
-    @contextmanager
-    def under_way(self) -> Iterator[None]:
-        """In the block, a nested save to the same target withdraws this one."""
-        try:
-            _under_way.append(self)
-            yield
-        finally:
-            with contextlib.suppress(ValueError):  # a forked child has forgotten it, or an interrupt has come before
-                _under_way.remove(self)
-
-    def withdraw(self) -> None:
-        """Keep this save from touching its target any more: the save that calls this replaces it.
-
-        Takes no lock, and may be called at any instant of this save, by a signal handler or another thread. A save
-        that has published its file by then has only been faster.
-        """
-        self._withdrawn = True
-        output = self._output  # another thread may close it meanwhile
-        if output is not None:
-            output.withdraw()
-
-    def _interrupted(self) -> list[SaveTransaction]:
-        """The saves to the same target that this nested save interrupts; none if it is not nested."""
-        if not self._nested or not isinstance(self.target, Target | RemotePath):
-            return []
-        place = place_of(self.target)
-        others = (other for other in tuple(_under_way) if other is not self and other._thread == self._thread)
-        return [other for other in others if other._is_at(place)]
-
-    def _withdraw_others(self) -> None:
-        """Withdraw what a nested save replaces: as late as possible, because the nested save may fail."""
-        if self._nested and isinstance(self.target, Target | RemotePath):
-            for other in self._interrupted():
-                other.withdraw()
-            withdraw_pending(place_of(self.target))
-
-    def _is_at(self, place: str) -> bool:
-        return isinstance(self.target, Target | RemotePath) and place_of(self.target) == place
-
-    def _check_withdrawn(self) -> None:
-        if self._withdrawn:
-            raise SaveDroppedError(f"{self.where}: a signal handler or a callback has saved to the same path meanwhile")
+            report = self.move(planned)
+            if self._nested:
+                drop_replaced(self.target)
+            return report
 
     def plan(self, plan: Planner) -> Plan | None:
         """Plan the file. None if torch has to write it."""
@@ -256,14 +204,8 @@ class SaveTransaction:
 
         Raises:
             CheckpointWriteError: the file could not be written; the message says what is at the target now.
-            SaveDroppedError: a nested save has replaced this one.
         """
-        try:
-            written = self._move(source)
-        except Exception:
-            self._check_withdrawn()
-            raise
-        self._check_withdrawn()
+        written = self._move(source)
         seconds = time.perf_counter() - self._started
         return SaveReport(
             path=written.path,
@@ -285,7 +227,6 @@ class SaveTransaction:
 
     def _move(self, source: Source | None) -> _Written:
         self.open()
-        self._check_withdrawn()
         if isinstance(self._output, NewFile):
             return self._to_disk(source, self._output)
         if isinstance(self._output, InPlace):
@@ -325,8 +266,6 @@ class SaveTransaction:
                     posix.sync_file(new.fd)
             taken = time.perf_counter() - transfer.started if transfer is not None else 0.0
             self.before_publishing()
-            self._withdraw_others()
-            self._check_withdrawn()
             with self._at("publish"):
                 self._freeing = publish(new, durable=self._durable, free_later=not self._nested)
             self.close()
@@ -342,8 +281,6 @@ class SaveTransaction:
         durable = False
         with _noting_what_is_left(existing), write_errors(existing.path, _FAILED, partial(_left, existing)):
             self.before_publishing()
-            self._withdraw_others()
-            self._check_withdrawn()
             with self._at("write"):
                 existing.begin(source.nbytes if source is not None else 0)
                 nbytes = self._to_stream(source, existing)
@@ -360,8 +297,6 @@ class SaveTransaction:
         with self._at("write"), write_errors(self.where, _FAILED, kept_at(self.where)), replacing(target) as file:
             nbytes = self._to_stream(source, file)
             self.before_publishing()
-            self._withdraw_others()
-            self._check_withdrawn()
         return _Written(target.url, nbytes, *_STREAMED[source is not None], False, True)
 
     def _to_file(self, source: Source | None, file: BinaryIO) -> _Written:
@@ -377,7 +312,7 @@ class SaveTransaction:
             self._let_torch_write(file)
 
     def _write(self, source: Source, new: NewFile) -> tuple[Transfer | None, Sequence[int]]:
-        """Write the contents by the chosen backend, or by the next one that can. Nothing is chosen if nested.
+        """Write the contents by the chosen backend, or by the next one that can. A nested save chooses nothing.
 
         Returns the transfer and the checksums.
         """
@@ -438,12 +373,6 @@ def write_by_backend(
     except BackendUnavailableError as error:
         raise OSError(errno.EINVAL, str(error)) from error
     return transfer, checksums
-
-
-_under_way: list[SaveTransaction] = []
-"""Saves whose callers wait for them, of all threads. Single calls change the list, so it needs no lock, which a signal
-handler might find held."""
-os.register_at_fork(after_in_child=_under_way.clear)
 
 
 def reserve(new: NewFile, nbytes: int) -> None:

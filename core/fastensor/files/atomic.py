@@ -54,7 +54,6 @@ class NewFile:
         """True once the file has taken the target's place."""
         self._names: list[str] = []
         """Names that may lead to the file."""
-        self._withdrawn = False
         directory = os.path.dirname(path)
         fd = None if hidden else posix.try_nameless(directory, mode)
         if fd is None:
@@ -86,19 +85,11 @@ class NewFile:
                 self.published = True
                 return
             _claim(self.path, self._link)
-            if self._withdrawn:
-                raise OSError(errno.ECANCELED, "another save replaces it", self.path)
         if not leads_to(self._names[-1], self.fd):
             what = "it was removed or replaced, perhaps by another machine, which does not see our locks"
             raise OSError(errno.ESTALE, what, self._names[-1])
         os.rename(self._names[-1], self.path)
         self.published = True
-
-    def withdraw(self) -> None:
-        """Have :meth:`publish` raise unless the file has its name by now. Any thread may call this at any instant."""
-        self._withdrawn = True
-        if not self.published:
-            self._remove()  # whoever is about to rename the file does not find it any more
 
     def close(self) -> None:
         """Close the file, and remove it unless it was published.

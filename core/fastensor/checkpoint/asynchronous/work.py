@@ -117,11 +117,6 @@ class Save(PendingWork):
             snapshot.fail(error)
         return True
 
-    def withdraw(self) -> None:
-        reason = "a signal handler or a callback has saved to the same path"
-        self._dropped = self._dropped or ("replaced", f"{self.path}: {reason}")
-        self._transaction.withdraw()
-
     def hurried(self) -> AbstractContextManager[None]:
         return nullcontext() if self.done else self._pace.hurried()
 
@@ -166,8 +161,6 @@ class Save(PendingWork):
             self._snapshot = None
             self._transaction.close()
         finally:
-            if isinstance(error, SaveDroppedError):
-                self._dropped = self._dropped or ("replaced", str(error))
             if self._dropped is not None:
                 self.report()  # the handle says so
                 self._end(self._dropped[0], SaveDroppedError(self._dropped[1]))
@@ -245,10 +238,6 @@ class Step(PendingWork):
         self._function = function
         self._what = what
         self._after = after
-        self._withdrawn = False
-
-    def withdraw(self) -> None:
-        self._withdrawn = True
 
     def run(self) -> None:
         try:
@@ -264,8 +253,6 @@ class Step(PendingWork):
             self.end(None)
 
     def _why_not(self) -> str:
-        if self._withdrawn:
-            return "a signal handler or a callback has saved to the same path"
         if self._after is not None and self._after.stage != "durable":
             return f"the save to {self._after.path} was {self._after.stage}"
         return ""

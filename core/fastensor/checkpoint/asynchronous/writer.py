@@ -175,7 +175,7 @@ class AsyncWriter:
                 pace=self._pace,
                 counters=self._counters,
             )
-            with nullcontext() if nested else self._turn, transaction.under_way():
+            with nullcontext() if nested else self._turn:
                 plan = transaction.plan(planner)
                 if plan is None:  # it has been logged why
                     save.run_now(plan)
