@@ -19,7 +19,7 @@ from disks import FullDisk, assert_only
 import fastensor
 from fastensor import AsyncWriter, CheckpointWriteError, SaveDroppedError
 from fastensor.backends import buffers, snapshot
-from fastensor.checkpoint import ordering, publish, save_transaction
+from fastensor.checkpoint import ordering, outputs, save_transaction, target
 from fastensor.checkpoint.asynchronous import exits, work
 from fastensor.checkpoint.asynchronous import writer as writer_module
 from fastensor.errors import LayoutError
@@ -489,7 +489,7 @@ def test_nothing_refers_to_what_was_saved(tmp_path: Path, gate: Any, name: str) 
 
 OWN_FILES = {
     module.__file__
-    for module in (afterwards, buffers, ordering, publish, save_transaction, snapshot, work, writer_module)
+    for module in (afterwards, buffers, ordering, outputs, save_transaction, snapshot, target, work, writer_module)
 }
 OF_THREADS = ("start", "wait", "__init__", "_set_ident")
 

@@ -25,8 +25,8 @@ import pytest
 import torch
 
 import fastensor
-from fastensor.checkpoint import publish
 from fastensor.checkpoint.freeing import wait_for_space
+from fastensor.checkpoint.target import Target, open_output
 from fastensor.errors import CheckpointWriteError
 from fastensor.files import posix
 from fastensor.testing import failing_call
@@ -515,14 +515,14 @@ def test_what_was_written_before_the_lock_was_had_is_seen(tmp_path: Path, monkey
 def test_a_forked_child_holds_no_lock_of_a_save_that_has_ended(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"old")
-    target = publish.Target(str(path), is_descriptor=True)
-    held = publish.open_output(target)
+    target = Target(str(path), is_descriptor=True)
+    held = open_output(target)
     pid = os.fork()
     if pid == 0:
         signal.pause()
     try:
         held.close()
-        publish.open_output(target).close()
+        open_output(target).close()
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -21,12 +21,11 @@ from disks import leftovers
 from programs import Program, run
 
 import fastensor
-from fastensor.checkpoint import publish
 from fastensor.checkpoint.files import make_directories
 from fastensor.checkpoint.freeing import wait_for_space
+from fastensor.checkpoint.target import open_output, resolve_target
 from fastensor.errors import CheckpointWriteError
 from fastensor.files import atomic, posix
-from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import kept_at
 from fastensor.testing.calls import Call, intercepted
 
@@ -85,7 +84,7 @@ def test_a_link_itself_can_be_replaced(tmp_path: Path) -> None:
 def test_the_contents_of_a_private_file_are_never_readable_by_others(tmp_path: Path) -> None:
     fastensor.save(STATE, tmp_path / "x")
     (tmp_path / "x").chmod(0o600)
-    with closing(publish.open_output(publish.resolve_target(tmp_path / "x"))) as output:
+    with closing(open_output(resolve_target(tmp_path / "x"))) as output:
         assert stat.S_IMODE(os.fstat(output.fd).st_mode) == 0o600
 
 
@@ -148,10 +147,9 @@ def test_a_leftover_of_the_same_target_is_removed_at_once(tmp_path: Path, tempor
     dead.write_bytes(b"cut off")
     foreign = tmp_path / f".x.notes{posix.TEMPORARY_SUFFIX}"
     foreign.write_text("not one of ours")
-    with closing(publish.open_output(publish.resolve_target(tmp_path / "x"))) as alive:
+    with closing(open_output(resolve_target(tmp_path / "x"))) as alive:
         fastensor.save(STATE, tmp_path / "x")
-        assert isinstance(alive, NewFile)
-        alive.publish()
+        alive.replace(durable=False)
     assert sorted(os.listdir(tmp_path)) == [foreign.name, "x"]
 
 
@@ -242,13 +240,12 @@ def test_filesystems_without_locks(tmp_path: Path, temporaries: str) -> None:
 def test_what_another_machine_has_put_in_our_place_is_not_published(tmp_path: Path) -> None:
     """Its locks are not seen here, nor ours there: it took our file for a leftover, and has begun its own."""
     fastensor.save(STATE, tmp_path / "x")
-    with closing(publish.open_output(publish.resolve_target(tmp_path / "x"))) as output:
+    with closing(open_output(resolve_target(tmp_path / "x"))) as output:
         name = Path(hidden_name(tmp_path / "x"))
         name.unlink()
         name.write_bytes(b"half of another file")
-        assert isinstance(output, NewFile)
         with pytest.raises(OSError, match="removed or replaced"):
-            output.publish()
+            output.replace(durable=False)
     assert torch.equal(torch.load(tmp_path / "x")["w"], STATE["w"])
     assert name.read_bytes() == b"half of another file"
 

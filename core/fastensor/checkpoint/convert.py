@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import Any, cast
 
 import torch
 
@@ -25,7 +25,7 @@ from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.save import DEFAULT_PROTOCOL, SavedContainer
 from fastensor.checkpoint.save_transaction import SaveTransaction
 from fastensor.checkpoint.sharded import SHARD_NBYTES, write_sharded
-from fastensor.errors import LayoutError, UnsupportedContentError
+from fastensor.errors import UnsupportedContentError
 from fastensor.files.arguments import as_nbytes, checks_keywords
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch import safetensors, torch_zip
@@ -199,9 +199,7 @@ class _Conversion:
     def _write(self, path: Location, names: Sequence[str], kind: SavedContainer) -> SaveReport:
         """Write the tensors of these names into one file."""
         settings = self._settings
-        transaction = SaveTransaction(
-            path, _refuse, backend=settings.backend, durable=settings.durable, follow_symlinks=True
-        )
+        transaction = SaveTransaction(path, backend=settings.backend, durable=settings.durable, follow_symlinks=True)
         before = self._begun
         self._begun += sum(self._source.tensors[name].nbytes for name in names)
         return transaction.run(lambda fallbacks: self._plan(names, kind, before))
@@ -276,8 +274,3 @@ def _untouched(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     memory = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
     empty = torch.empty(0, dtype=dtype, device="cpu")
     return empty.set_(memory.untyped_storage(), 0, shape, row_major(shape))
-
-
-def _refuse(file: BinaryIO) -> NoReturn:
-    """In place of ``torch.save``, if a file cannot be planned."""
-    raise LayoutError("torch cannot write a file whose tensors are in other files")

@@ -108,3 +108,9 @@ def name_of(location: Location) -> str:
         return os.fsdecode(location)  # bytes are refused where the location is used
     name = getattr(location, "name", None)
     return name if isinstance(name, str) else f"<{type(location).__name__}>"
+
+
+def can(file: object, question: str, method: str) -> bool:
+    """Whether a file object can do something: by the answer to ``question``, or, without one, by having the method."""
+    answer = getattr(file, question, None)
+    return hasattr(file, method) if answer is None else bool(answer())

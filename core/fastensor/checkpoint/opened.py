@@ -20,7 +20,7 @@ from fastensor.backends.fallback import Fallback, announce, record_fallback
 from fastensor.backends.memory import map_file
 from fastensor.checkpoint.borrowed import BorrowedFile
 from fastensor.checkpoint.directories import METADATA_NAME, metadata_names
-from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
+from fastensor.checkpoint.location import Location, RemotePath, can, locate, name_of
 from fastensor.checkpoint.ordering import wait_to_read
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
 from fastensor.checkpoint.remote import OnlyWholeError, RemoteFile, download
@@ -288,12 +288,6 @@ def _borrow(file: BinaryIO, where: str, stack: ExitStack) -> OpenedFile:
     fd = os.dup(raw.fileno())  # the user may close the file before we are done
     stack.callback(posix.close_read_only, fd)
     return LocalFile(fd, where, borrowed=borrowed)
-
-
-def can(file: object, question: str, method: str) -> bool:
-    """Whether a file object can do something: by the answer to ``question``, or, without one, by having the method."""
-    answer = getattr(file, question, None)
-    return hasattr(file, method) if answer is None else bool(answer())
 
 
 def _emptiness(location: Location, where: str) -> str:

@@ -17,10 +17,10 @@ from typing import Any
 
 from fastensor.checkpoint.location import Location, RemotePath, locate
 from fastensor.checkpoint.nested import is_nested
-from fastensor.checkpoint.publish import Target
+from fastensor.checkpoint.target import Target
 from fastensor.errors import SaveDroppedError
+from fastensor.files import posix
 
-_MOST_LINKS = 40
 _pending: list[PendingWork] = []
 _alive: weakref.WeakSet[PendingWork] = weakref.WeakSet()
 """Work that is pending, or that a handle shows."""
@@ -233,15 +233,7 @@ def places_behind(location: Location) -> Iterator[str]:
     if isinstance(found, RemotePath):
         yield _place_of_url(found)
     elif isinstance(found, str):
-        path = found
-        for _ in range(_MOST_LINKS):
-            directory, name = os.path.split(path)
-            path = os.path.join(os.path.realpath(directory), name)
-            yield path
-            try:
-                path = os.path.join(os.path.dirname(path), os.readlink(path))
-            except OSError:  # not a link, or not there
-                return
+        yield from posix.names_along(found)
 
 
 def _place_of_url(target: RemotePath) -> str:

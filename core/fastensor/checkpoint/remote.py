@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fastensor.backends import stream
 from fastensor.backends.base import Extent
 from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.backends.fallback import Fallback, record_fallback
 from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader
+from fastensor.checkpoint.freeing import Freeing
 from fastensor.checkpoint.location import RemotePath, keep_in_children, locate
+from fastensor.checkpoint.outputs import Stream
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
 from fastensor.errors import BackendUnavailableError, FastensorError
 from fastensor.files.posix import TEMPORARY_SUFFIX
@@ -33,9 +35,8 @@ _QUIET_SECONDS = 300.0
 """The longest time that a server may be silent while it sends a file."""
 
 
-@contextmanager
-def replacing(target: RemotePath) -> Iterator[BinaryIO]:
-    """A file that takes the target's place when the block ends, and never if the block raises.
+class Upload(Stream):
+    """A file that takes the target's place by :meth:`replace`, and never if it is closed before.
 
     Object stores show nothing of an upload before it is complete. On other filesystems a temporary file beside the
     target is written, and then renamed, or copied where the filesystem has no rename.
@@ -43,29 +44,25 @@ def replacing(target: RemotePath) -> Iterator[BinaryIO]:
     Raises:
         OSError: the filesystem refused an operation.
     """
-    upload = _Upload(target)
-    try:
-        with refusals_as_os_errors():
-            upload.open()
-        yield cast(BinaryIO, upload)
-        with refusals_as_os_errors():
-            upload.publish()
-    except BaseException:
-        upload.abandon()
-        raise
 
-
-class _Upload(io.RawIOBase):
-    """A file that is being written. Its failures are ``OSError``s."""
+    atomic = True
 
     def __init__(self, target: RemotePath) -> None:
+        super().__init__(target.url)
         self._filesystem = target.filesystem
         self._target = target.path
         self._temporary = f"{target.path}.{secrets.token_hex(6)}{TEMPORARY_SUFFIX}"
         self._renames = True
+        self._replaced = False
         self._file: Any = None
+        try:
+            with refusals_as_os_errors():
+                self._open()
+        except BaseException:
+            self.close()
+            raise
 
-    def open(self) -> None:
+    def _open(self) -> None:
         if not self._target.strip("/") or self._target.endswith("/"):
             raise OSError(errno.EISDIR, "the URL names no file")
         self._file = self._filesystem.open(self._temporary, "wb")
@@ -82,20 +79,23 @@ class _Upload(io.RawIOBase):
         elif self._filesystem.isdir(self._target):
             raise OSError(errno.EISDIR, "the target is a directory")
 
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
+    def _append(self, data: memoryview) -> int:
         with refusals_as_os_errors():
             return int(self._file.write(data))
 
-    def publish(self) -> None:
-        self._file.close()
-        if self._renames:
-            _rename(self._filesystem, self._temporary, self._target)
+    def replace(self, *, durable: bool, free_later: bool = True) -> Freeing:
+        with refusals_as_os_errors():
+            self._file.close()
+            if self._renames:
+                _rename(self._filesystem, self._temporary, self._target)
+        self._replaced = True
+        return Freeing()
 
-    def abandon(self) -> None:
-        """Drop the data and the temporary file. Errors are ignored: the one that led here says more."""
+    def close(self) -> None:
+        """Drop the data and the temporary file, unless that has taken the target's place. Errors are ignored: the one
+        that led here says more."""
+        if self._replaced:
+            return
         self._drop()
         if self._renames:
             with contextlib.suppress(Exception):

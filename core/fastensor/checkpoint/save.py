@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, Literal, TypeAlias, TypedDict, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 import torch
 
@@ -14,7 +14,7 @@ from fastensor.backends.fallback import Fallback, record_fallback
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.progress import Progress, reporting
 from fastensor.checkpoint.report import SaveReport
-from fastensor.checkpoint.save_transaction import Planner, SaveTransaction, Writer
+from fastensor.checkpoint.save_transaction import ByTorch, Planner, SaveTransaction, Writer
 from fastensor.errors import LayoutError
 from fastensor.files.arguments import check_flags, checks_keywords, did_you_mean
 from fastensor.select.transfer import BackendChoice
@@ -126,9 +126,11 @@ def save(
 def _watched(planner: Planner, progress: Progress) -> Planner:
     """A planner of the same file, whose writing is reported."""
 
-    def plan(fallbacks: list[Fallback]) -> Plan | None:
+    def plan(fallbacks: list[Fallback]) -> Plan | ByTorch:
         planned = planner(fallbacks)
-        return None if planned is None else replace(planned, progress=lambda done: progress(done, planned.nbytes))
+        if isinstance(planned, ByTorch):
+            return planned
+        return replace(planned, progress=lambda done: progress(done, planned.nbytes))
 
     return plan
 
@@ -174,14 +176,9 @@ class SaveSettings:
         Raises:
             Exception: as :func:`save`, for every wrong argument but the object.
         """
-
-        def let_torch_write(file: BinaryIO) -> None:
-            torch.save(obj, file, pickle_module=self.pickle_module, pickle_protocol=self.pickle_protocol)
-
         planner = self.planner(obj, path)
         transaction = SaveTransaction(
             path,
-            let_torch_write,
             backend=self.backend,
             durable=self.durable,
             follow_symlinks=self.follow_symlinks,
@@ -197,7 +194,7 @@ class SaveSettings:
         """
         kind = choose_container(self.container, name_of(path), self.metadata, self.checksums)
 
-        def plan(fallbacks: list[Fallback]) -> Plan | None:
+        def plan(fallbacks: list[Fallback]) -> Plan | ByTorch:
             if kind == "safetensors":
                 return safetensors.plan(obj, metadata=self.metadata, checksums=self.checksums)
             try:
@@ -206,7 +203,8 @@ class SaveSettings:
                 return torch_zip.plan(obj, pickle_module=self.pickle_module, pickle_protocol=self.pickle_protocol)
             except LayoutError as error:
                 record_fallback(fallbacks, "stitching", str(error))
-                return None
+                pickling = {"pickle_module": self.pickle_module, "pickle_protocol": self.pickle_protocol}
+                return ByTorch(lambda file: torch.save(obj, file, **pickling))
 
         return plan
 

@@ -20,7 +20,7 @@ from fastensor.checkpoint.location import Location, locate
 from fastensor.checkpoint.report import SaveReport
 from fastensor.errors import CheckpointWriteError, CorruptCheckpointError, NotACheckpointError
 from fastensor.files import posix
-from fastensor.files.atomic import NewFile
+from fastensor.files.atomic import new_file
 from fastensor.files.os_errors import kept_at, read_errors, write_errors
 from fastensor.stitch.signatures import SNIFFED_NBYTES, refuse_foreign
 
@@ -369,19 +369,11 @@ def _write_index(path: str, places: Mapping[str, str], metadata: Mapping[str, in
     """Write the index as ``save_pretrained`` does."""
     index = {"metadata": metadata, "weight_map": places}
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    published = False
-
-    def outcome() -> str:
-        return "the new one is there, but a power failure may bring back the old one" if published else kept_at(path)
-
-    with write_errors(path, "the index could not be written", outcome), NewFile(path) as new:
-        posix.write_fully(new.fd, memoryview(text.encode()), 0)
+    with new_file(path, "the index could not be written") as new:
+        new.write_at(memoryview(text.encode()), 0)
         if durable:
             posix.sync_file(new.fd)
-        new.publish()
-        published = True
-        if durable:
-            posix.sync_directory(os.path.dirname(path))
+        new.publish(durable=durable)
 
 
 def _joined(path: str, reports: Sequence[SaveReport]) -> SaveReport:

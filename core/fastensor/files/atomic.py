@@ -21,10 +21,12 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Self
 
 from fastensor.files import posix
+from fastensor.files.os_errors import kept_at, write_errors
 
 LEFTOVER_SECONDS = 3600.0
 """A younger file may belong to another machine, whose locks are not seen on every filesystem."""
@@ -74,22 +76,39 @@ class NewFile:
         (name,) = self._names
         return name
 
-    def publish(self) -> None:
-        """Give the file its name, and replace the file that has the name. Syncs nothing.
+    def write_at(self, data: memoryview, offset: int) -> None:
+        """Write all of ``data`` at an offset."""
+        posix.write_fully(self.fd, data, offset)
+
+    def publish(self, *, durable: bool = False) -> None:
+        """Give the file its name, and replace the file that has the name.
+
+        Args:
+            durable: whether the name is durable then. The caller has synced the file.
 
         Raises:
             OSError: the filesystem refused; :attr:`published` says whether the file has taken its place all the same.
         """
+        self._take_name()
+        self.published = True
+        if durable:
+            posix.sync_directory(os.path.dirname(self.path))
+
+    def _take_name(self) -> None:
         if not self._names:
             if self._link(self.path):
-                self.published = True
                 return
             _claim(self.path, self._link)
         if not leads_to(self._names[-1], self.fd):
             what = "it was removed or replaced, perhaps by another machine, which does not see our locks"
             raise OSError(errno.ESTALE, what, self._names[-1])
         os.rename(self._names[-1], self.path)
-        self.published = True
+
+    def left(self) -> str:
+        """What is at the path after a failure, in words."""
+        if self.published:
+            return "the new file is in place, but a power failure may bring back what was there before"
+        return kept_at(self.path)
 
     def close(self) -> None:
         """Close the file, and remove it unless it was published.
@@ -159,6 +178,19 @@ class NewFile:
                     os.unlink(name)
 
 
+@contextmanager
+def new_file(path: str, what: str) -> Iterator[NewFile]:
+    """A :class:`NewFile`, to be published in the block.
+
+    Raises:
+        CheckpointWriteError: the operating system refused something; ``what`` failed. It says what is at the path.
+    """
+    with write_errors(path, what, lambda: kept_at(path)):
+        new = NewFile(path)
+    with write_errors(path, what, new.left), new:
+        yield new
+
+
 def replace_contents(path: str, data: bytes) -> None:
     """Replace a file, or create it. Other processes see the old contents or the new; a power failure may lose both.
 
@@ -167,7 +199,7 @@ def replace_contents(path: str, data: bytes) -> None:
     """
     new = NewFile(path)
     try:
-        posix.write_fully(new.fd, memoryview(data), 0)
+        new.write_at(memoryview(data), 0)
         os.close(os.dup(new.fd))  # network filesystems report failed writes when a descriptor is closed
         new.publish()
     finally:

@@ -15,9 +15,12 @@ import mmap
 import os
 import secrets
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+_MOST_LINKS = 40
+"""The number after which Linux takes a chain of symlinks for a loop."""
 ASSUMED_ALIGNMENT = 4096
 """The alignment where the kernel states none: no block device in use needs more."""
 TEMPORARY_SUFFIX = ".fastensor-tmp"
@@ -355,6 +358,23 @@ def is_mounted_by_itself(path: str) -> bool:
         return False
     attributes: int = struct.unpack_from("=Q", buffer, _STATX_ATTRIBUTES)[0]
     return bool(attributes & _STATX_ATTR_MOUNT_ROOT)
+
+
+def names_along(path: str, *, strict: bool = False) -> Iterator[str]:
+    """The absolute name of a file, whose directory is no symlink; and, as long as such a name is a symlink itself, that
+    of what it leads to. No more than 40 symlinks are followed.
+
+    Raises:
+        OSError: ``strict``, and a directory is missing, cannot be looked at, or is a loop of symlinks.
+    """
+    for _ in range(_MOST_LINKS):
+        directory, name = os.path.split(path)
+        path = os.path.join(os.path.realpath(directory or os.curdir, strict=strict), name)
+        yield path
+        try:
+            path = os.path.join(os.path.dirname(path), os.readlink(path))
+        except OSError:  # no link, or not there
+            return
 
 
 def check_writable(path: str) -> None:

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
@@ -18,7 +18,7 @@ from fastensor.checkpoint.asynchronous.statistics import SaveCounters
 from fastensor.checkpoint.nested import is_nested
 from fastensor.checkpoint.ordering import PendingWork
 from fastensor.checkpoint.report import SaveReport
-from fastensor.checkpoint.save_transaction import SaveTransaction
+from fastensor.checkpoint.save_transaction import ByTorch, SaveTransaction
 from fastensor.errors import CheckpointWriteError, SaveDroppedError
 from fastensor.files.os_errors import kept_at
 from fastensor.stitch.source import Plan
@@ -86,7 +86,7 @@ class Save(PendingWork):
             if self.stage == "staging":
                 self._enter("queued")
 
-    def run_now(self, plan: Plan | None) -> None:
+    def run_now(self, plan: Plan | ByTorch) -> None:
         """Do all of the save in the thread of the caller, without a snapshot.
 
         Raises:
@@ -124,13 +124,14 @@ class Save(PendingWork):
 
     def run(self) -> None:
         try:
-            if self._snapshot is not None:
-                self._snapshot.wait_to_move()
-                self._pace.wait_while_held(stopped=lambda: self._dropped is not None)
+            snapshot = self._snapshot
+            assert snapshot is not None, "a save that has none is run by its caller"
+            snapshot.wait_to_move()
+            self._pace.wait_while_held(stopped=lambda: self._dropped is not None)
             self._check_dropped()
             ordering.wait_for_earlier(self)
-            with self._transaction:
-                report = self._transaction.move(self._snapshot)
+            with closing(self._transaction):
+                report = self._transaction.move(snapshot)
         except BaseException as error:  # noqa: BLE001  # raised by the handle, or by the writer's next call
             self.fail(error)
         else:

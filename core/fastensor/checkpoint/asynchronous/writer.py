@@ -30,9 +30,9 @@ from fastensor.checkpoint.asynchronous.work import Save, Step
 from fastensor.checkpoint.location import RemotePath
 from fastensor.checkpoint.nested import is_nested
 from fastensor.checkpoint.ordering import PendingWork
-from fastensor.checkpoint.publish import Target
 from fastensor.checkpoint.save import SaveOptions, SaveSettings
-from fastensor.checkpoint.save_transaction import SaveTransaction
+from fastensor.checkpoint.save_transaction import ByTorch, SaveTransaction
+from fastensor.checkpoint.target import Target
 from fastensor.errors import SaveDroppedError
 from fastensor.files.afterwards import Worker
 from fastensor.files.arguments import checks_keywords, checks_keywords_with
@@ -177,7 +177,7 @@ class AsyncWriter:
             )
             with nullcontext() if nested else self._turn:
                 plan = transaction.plan(planner)
-                if plan is None:  # it has been logged why
+                if isinstance(plan, ByTorch):  # it has been logged why
                     save.run_now(plan)
                 elif nested or exits.exiting():
                     _announce("the interpreter exits" if exits.exiting() else "a signal handler or a callback saves")

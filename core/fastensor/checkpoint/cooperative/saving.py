@@ -36,7 +36,7 @@ from fastensor.checkpoint.freeing import Freeing
 from fastensor.checkpoint.nested import is_nested
 from fastensor.checkpoint.report import SaveReport
 from fastensor.checkpoint.save import SaveOptions, SaveSettings
-from fastensor.checkpoint.save_transaction import reserve
+from fastensor.checkpoint.save_transaction import ByTorch
 from fastensor.errors import CheckpointWriteError, ReplicaMismatchError
 from fastensor.files import posix
 from fastensor.files.arguments import checks_keywords_with
@@ -174,18 +174,19 @@ class _Leader:
         record_fallback(fallbacks, "saving together", f"{report.path}: {report.reason}, so rank 0 has saved alone")
         return replace(report, fallbacks=tuple(fallbacks))
 
-    def _compared(self, planned: Plan | None) -> Plan | None:
+    def _compared(self, planned: Plan | ByTorch) -> Plan | ByTorch:
         """Compare what all ranks hold.
 
         Raises:
             ReplicaMismatchError: a rank holds something else.
             CheckpointWriteError: another rank has failed, or does not come.
         """
-        held = planned if planned is None or self._replicated is None else storages_of(self._replicated)
-        own = None if held is None else replica_of(held, self._check)
+        if isinstance(planned, ByTorch):
+            self._ranks.gather()
+            return planned
+        held = planned if self._replicated is None else storages_of(self._replicated)
+        own = replica_of(held, self._check)
         found: list[Replica | None] = self._ranks.gather()
-        if planned is None or held is None or own is None:
-            return None
         others = [self._planned(rank, one) for rank, one in enumerate(found, 1)]
         self._positions = _positions(planned, held)
         if any(other.structure != own.structure for other in others):
@@ -227,7 +228,6 @@ class _Leader:
     def _write(self, source: Source, new: NewFile, fallbacks: list[Fallback]) -> tuple[Transfer, Sequence[int]]:
         """Have all ranks write the file. See :data:`~fastensor.checkpoint.save_transaction.Writer`."""
         assert isinstance(source, Plan)
-        reserve(new, source.nbytes)
         pieces = cut(source.image, self._ranks.size, range(len(source.storages)) - self._positions.keys())
         parts = [
             _part(segments, self._positions if rank else range(len(source.storages)))
@@ -310,18 +310,20 @@ def _part(segments: Sequence[Segment], held: Container[int]) -> _Part:
     return part
 
 
-def _follow(ranks: Ranks, hold: Callable[[], Plan | None], settings: SaveSettings, check: ReplicaCheck) -> SaveReport:
+def _follow(
+    ranks: Ranks, hold: Callable[[], Plan | ByTorch], settings: SaveSettings, check: ReplicaCheck
+) -> SaveReport:
     """All ranks but rank 0. ``hold`` returns what this rank holds as all others do."""
-    held: Plan | None = None
+    held: Plan | ByTorch | None = None
     reply: object = None
     answer: Replica | dict[str, str] | Sequence[int] | None
     try:
         while not isinstance(reply, SaveReport):
             if reply is None:
                 held = hold()
-                answer = None if held is None else replica_of(held, check)
+                answer = replica_of(held, check) if isinstance(held, Plan) else None
             else:
-                assert held is not None
+                assert isinstance(held, Plan)
                 answer = _do(reply, held, settings) if isinstance(reply, _Work) else describe(held)
             ranks.send(answer)
             reply = ranks.receive()

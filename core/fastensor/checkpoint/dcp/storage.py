@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 
 from fastensor.checkpoint.freeing import freeing_afterwards
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.opened import OpenedFile, open_remote, opened
-from fastensor.checkpoint.remote import refusals_as_os_errors, replacing
+from fastensor.checkpoint.outputs import Output, Replacement
+from fastensor.checkpoint.remote import Upload, refusals_as_os_errors
 from fastensor.files import posix
-from fastensor.files.atomic import LEFTOVER_SECONDS, NewFile
+from fastensor.files.atomic import LEFTOVER_SECONDS, new_file
 from fastensor.files.os_errors import kept_at, read_errors, write_errors
 
 _NOT_REMOVED = "a file that is not needed any more cannot be removed"
@@ -42,6 +43,13 @@ class Directory(Protocol):
 
     def make(self) -> None:
         """Create the directory, and those above it. It may exist."""
+
+    def create(self, name: str) -> Output:
+        """A file that is to get a name. The caller closes it.
+
+        Raises:
+            OSError: the directory does not let files be created.
+        """
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
         """Put a file in place of another one, atomically.
@@ -105,18 +113,16 @@ class LocalDirectory:
             posix.sync_directory(path)
         self._unsynced.clear()
 
+    def create(self, name: str) -> Replacement:
+        return Replacement(self.name_of(name))
+
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-        path = self.name_of(name)
-        opened: list[NewFile] = []
-        with write_errors(path, "the save failed", lambda: _left(path, opened)), NewFile(path) as new:
-            opened.append(new)
-            posix.write_fully(new.fd, memoryview(data), 0)
+        with new_file(self.name_of(name), "the save failed") as new:
+            new.write_at(memoryview(data), 0)
             if durable:
                 posix.sync_file(new.fd)
                 self.sync()
-            new.publish()
-            if durable:
-                posix.sync_directory(self.path)
+            new.publish(durable=durable)
 
     def read(self, name: str) -> bytes:
         path = self.name_of(name)
@@ -152,13 +158,6 @@ class LocalDirectory:
         return False
 
 
-def _left(path: str, opened: list[NewFile]) -> str:
-    """What the directory holds after a failure."""
-    if any(new.published for new in opened):
-        return "the new checkpoint is in place, but a power failure may bring back the old one"
-    return kept_at(path)
-
-
 class RemoteDirectory:
     """See :class:`Directory`. Durability is up to the filesystem.
 
@@ -188,14 +187,14 @@ class RemoteDirectory:
         with write_errors(self.path, "the directory cannot be created"), refusals_as_os_errors():
             self._location.filesystem.makedirs(self._location.path, exist_ok=True)
 
-    def write(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """A file that takes the name when the block ends, and never if the block raises."""
-        return replacing(self.at(name))
+    def create(self, name: str) -> Upload:
+        return Upload(self.at(name))
 
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
         path = self.name_of(name)
-        with write_errors(path, "the save failed", kept_at(path)), self.write(name) as file:
-            file.write(data)
+        with write_errors(path, "the save failed", kept_at(path)), closing(self.create(name)) as file:
+            file.write(memoryview(data))
+            file.replace(durable=False)
 
     def read(self, name: str) -> bytes:
         with read_errors(self.name_of(name)), refusals_as_os_errors():

@@ -10,9 +10,9 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -45,18 +45,18 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fastensor.backends import registry, stream
-from fastensor.backends.fallback import Fallback, announce
+from fastensor.backends.fallback import announce
 from fastensor.checkpoint.dcp.metadata import file_names, sealed
 from fastensor.checkpoint.dcp.staging import OtherStructureError, staged_again
 from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
 from fastensor.checkpoint.directories import METADATA_NAME, SHARD_NAMES, is_metadata_name
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import locate
+from fastensor.checkpoint.outputs import Output, Stream
 from fastensor.checkpoint.save_transaction import write_by_backend
 from fastensor.errors import CheckpointWriteError, FastensorError, UnsupportedContentError
 from fastensor.files import posix
 from fastensor.files.arguments import check_flags, check_whole, checks_keywords
-from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import kept_at, write_errors
 from fastensor.files.shown import shown
 from fastensor.select.transfer import BackendChoice, check_choice
@@ -347,23 +347,27 @@ class FastensorStorageWriter(FileSystemWriter):
         """Words for the checkpoint that the save was to replace, before its metadata are replaced."""
         return kept_at(self._directory.name_of(self._metadata_name))
 
+    @contextmanager
+    def _created(self, name: str) -> Iterator[Output]:
+        """A file, which gets its name at the end of the block."""
+        where = self._directory.name_of(name)
+        with write_errors(where, "the save failed", self._kept), closing(self._directory.create(name)) as output:
+            yield output
+            output.end()
+            if self.sync_files and output.is_synced:
+                posix.sync_file(output.fd)
+            output.replace(durable=False)
+
     def _write_plan(self, name: str, plan: Plan) -> Sequence[int] | None:
         """Write a planned file. Returns the CRC32s of its storages; None if they are not known."""
-        where = self._directory.name_of(name)
-        if isinstance(self._directory, RemoteDirectory):
-            with write_errors(where, "the save failed", self._kept), self._directory.write(name) as file:
-                return stream.write_stream(plan, partial(_write_all, file))
-        with write_errors(where, "the save failed", self._kept), NewFile(where) as new:
-            fallbacks: list[Fallback] = []
-            transfer, checksums = write_by_backend(
-                plan, new, backend=self.backend, durable=self.sync_files, fallbacks=fallbacks
-            )
+        with self._created(name) as output:
+            output.begin(plan.nbytes)
+            if isinstance(output, Stream):
+                return stream.write_stream(plan, output.write)
+            transfer, checksums = write_by_backend(plan, output, [], backend=self.backend, durable=self.sync_files)
             if plan.checksums_first:
-                posix.write_fully(new.fd, memoryview(plan.head(checksums)), 0)
-            if self.sync_files:
-                posix.sync_file(new.fd)
-            transfer.done(time.perf_counter() - transfer.started)
-            new.publish()
+                output.write_at(memoryview(plan.head(checksums)), 0)
+        transfer.done(time.perf_counter() - transfer.started)
         return checksums if len(checksums) == len(plan.storages) else None
 
     def _write_safetensors(self, planner: SavePlanner, name: str, items: Sequence[WriteItem]) -> list[WriteResult]:
@@ -389,26 +393,11 @@ class FastensorStorageWriter(FileSystemWriter):
 
     def _write_transformed(self, planner: SavePlanner, name: str, items: Sequence[WriteItem]) -> list[WriteResult]:
         """Write a file whose items pass through extensions, by torch's own function, one item at a time."""
-        where = self._directory.name_of(name)
-        if isinstance(self._directory, RemoteDirectory):
-            with write_errors(where, "the save failed", self._kept), self._directory.write(name) as file:
-                return self._transform_all(planner, name, items, partial(_write_all, file))
-        with write_errors(where, "the save failed", self._kept), NewFile(where) as new:
-            end = 0
-
-            def append(data: memoryview) -> None:
-                nonlocal end
-                posix.write_fully(new.fd, data, end)
-                end += data.nbytes
-
-            results = self._transform_all(planner, name, items, append)
-            if self.sync_files:
-                posix.sync_file(new.fd)
-            new.publish()
-        return results
+        with self._created(name) as output:
+            return self._transform_all(planner, name, items, output)
 
     def _transform_all(
-        self, planner: SavePlanner, name: str, items: Sequence[WriteItem], append: Callable[[memoryview], None]
+        self, planner: SavePlanner, name: str, items: Sequence[WriteItem], output: Output
     ) -> list[WriteResult]:
         results = []
         offset = 0
@@ -419,7 +408,7 @@ class FastensorStorageWriter(FileSystemWriter):
             file = io.BytesIO()
             found = _write_item(self.transforms, file, content, item, name, self.serialization_format)
             data = file.getbuffer()
-            append(data)
+            output.write_at(data, offset)
             result = _result(item, name, offset, data.nbytes, isal_zlib.crc32(data))
             result.storage_data.transform_descriptors = found.storage_data.transform_descriptors
             results.append(result)
@@ -489,8 +478,3 @@ def _result(item: WriteItem, name: str, offset: int, nbytes: int, crc32: int | N
     if crc32 is not None:
         info.crc32 = crc32  # type: ignore[attr-defined]  # torch's own class, so that its readers need no Fastensor
     return WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=info)
-
-
-def _write_all(file: Any, data: memoryview) -> None:
-    while data.nbytes:
-        data = data[file.write(data) :]

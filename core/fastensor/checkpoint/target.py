@@ -16,17 +16,15 @@ import errno
 import os
 import re
 import stat
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
-from fastensor.checkpoint.freeing import Freeing, freeing_afterwards
+from fastensor.checkpoint.outputs import InPlace, Replacement
 from fastensor.errors import CheckpointWriteError
 from fastensor.files import posix
-from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import kept_at, write_error, write_errors
 
-_MOST_LINKS = 40
 _DESCRIPTORS = re.compile(r"/proc/\d+(/task/\d+)?/fd")
 _NOT_POSSIBLE = (errno.EPERM, errno.EACCES, errno.EROFS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors by which systems refuse an operation on a file for good, whatever space and time there is."""
@@ -90,103 +88,22 @@ def _resolve(given: str, *, follow_symlinks: bool) -> tuple[str, os.stat_result 
         FileNotFoundError: the directory is missing.
         OSError: the path cannot be looked at, or its symlinks lead in a circle.
     """
-    path = given
-    for _ in range(_MOST_LINKS):
-        directory, name = os.path.split(path)
-        directory = os.path.realpath(directory or os.curdir, strict=True)
-        path = os.path.join(directory, name)
-        is_descriptor = _DESCRIPTORS.fullmatch(directory) is not None
-        try:
-            found = os.stat(path, follow_symlinks=is_descriptor)
-        except FileNotFoundError:
-            return path, None, is_descriptor
-        if not stat.S_ISLNK(found.st_mode):
-            return path, found, is_descriptor
-        if not follow_symlinks:
-            return path, None, False
-        path = os.path.join(directory, os.readlink(path))
-    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    for path in posix.names_along(given, strict=True):
+        is_descriptor = _DESCRIPTORS.fullmatch(os.path.dirname(path)) is not None
+        if is_descriptor or not follow_symlinks:
+            break
+    try:
+        found = os.stat(path, follow_symlinks=is_descriptor)
+    except FileNotFoundError:
+        return path, None, is_descriptor
+    if not stat.S_ISLNK(found.st_mode):
+        return path, found, is_descriptor
+    if follow_symlinks:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    return path, None, False
 
 
-class InPlace:
-    """A target that is written from front to back. The caller closes it. Use it in one thread at a time.
-
-    Args:
-        target: an existing file, which is opened, and locked if it is a regular file.
-        why: why the file is not replaced; empty if the file is empty, so that a replacement would protect nothing.
-
-    Raises:
-        OSError: the file may not be written.
-        BlockingIOError: the file is locked: another process, thread or save may be writing to it.
-    """
-
-    def __init__(self, target: Target, why: str) -> None:
-        self.path = target.path
-        self.why = why
-        self.begun = False
-        """Whether the old contents are gone."""
-        self.fd = os.open(target.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY)
-        try:
-            self.is_file = stat.S_ISREG(os.fstat(self.fd).st_mode)
-            if self.is_file and not posix.try_lock(self.fd):
-                raise BlockingIOError(errno.EAGAIN, "it is locked: another process or save may be writing to it")
-            status = os.fstat(self.fd)
-            self.nbytes = status.st_size
-            """Size of the old contents."""
-            self.has_name = status.st_nlink > 0
-        except BaseException:
-            posix.close_read_only(self.fd)
-            raise
-        self._position = 0
-        self.finished = False
-        """Whether everything was written."""
-
-    def begin(self, nbytes: int) -> None:
-        """Drop the old contents, if there is room for ``nbytes`` bytes.
-
-        Raises:
-            OSError: there is no room; the old contents are kept.
-        """
-        if self.is_file:
-            self.nbytes = os.fstat(self.fd).st_size
-            try:
-                posix.preallocate(self.fd, max(nbytes, 1), keep_size=True)
-                posix.truncate(self.fd, 0)
-            except BaseException:
-                with contextlib.suppress(OSError):  # release the space that was reserved behind the end
-                    posix.truncate(self.fd, os.fstat(self.fd).st_size)
-                raise
-        self.begun = True
-
-    def write(self, data: memoryview) -> int:
-        """Append all of ``data``; returns the number of bytes."""
-        if self.is_file:
-            posix.write_fully(self.fd, data, self._position)
-        else:
-            at = 0
-            while at < data.nbytes:
-                at += os.write(self.fd, data[at:])
-        self._position += data.nbytes
-        return data.nbytes
-
-    def finish(self) -> None:
-        """Note that everything was written."""
-        self.finished = True
-
-    def close(self) -> None:
-        """Close the file. A file that was empty is made empty again unless everything was written.
-
-        Raises:
-            OSError: the file could not be closed, so what was written to it may be lost.
-        """
-        if self.begun and not self.finished and self.is_file and not self.nbytes:
-            with contextlib.suppress(OSError):  # the error that led here says more
-                posix.truncate(self.fd, 0)
-        posix.unlock(self.fd)
-        os.close(self.fd)
-
-
-def open_output(target: Target, *, hidden: bool = False) -> NewFile | InPlace:
+def open_output(target: Target, *, hidden: bool = False) -> Replacement | InPlace:
     """Open the file that a save writes to: a new file that will replace the target, or the target itself.
 
     A new file has the owner, the mode, ACLs, labels and ``user.*`` attributes of the file that it will replace.
@@ -203,17 +120,17 @@ def open_output(target: Target, *, hidden: bool = False) -> NewFile | InPlace:
             found = os.stat(target.path, follow_symlinks=target.is_descriptor)
             if not stat.S_ISLNK(found.st_mode):
                 return _open_existing(target, found, hidden=hidden)
-        return NewFile(target.path, hidden=hidden)
+        return Replacement(target.path, hidden=hidden)
 
 
-def _open_existing(target: Target, previous: os.stat_result, *, hidden: bool) -> NewFile | InPlace:
+def _open_existing(target: Target, previous: os.stat_result, *, hidden: bool) -> Replacement | InPlace:
     _check_writable(target)
     if stat.S_ISREG(previous.st_mode) and not previous.st_size:
         found = _open_if_empty(target)
         if found is not None:
             return found
     new, why = _try_to_replace(target, previous, hidden=hidden)
-    return InPlace(target, why) if new is None else new
+    return InPlace(target.path, why) if new is None else new
 
 
 def _check_writable(target: Target) -> None:
@@ -229,7 +146,7 @@ def _open_if_empty(target: Target) -> InPlace | None:
     """Open an empty file in place, so that programs that have the file open see what is saved. None if the file is no
     longer empty, or gone."""
     try:
-        found = InPlace(target, why="")
+        found = InPlace(target.path, "")
     except BlockingIOError:
         return None
     if found.nbytes or not (found.has_name or target.is_descriptor):
@@ -238,12 +155,12 @@ def _open_if_empty(target: Target) -> InPlace | None:
     return found
 
 
-def _try_to_replace(target: Target, previous: os.stat_result, *, hidden: bool) -> tuple[NewFile | None, str]:
+def _try_to_replace(target: Target, previous: os.stat_result, *, hidden: bool) -> tuple[Replacement | None, str]:
     """A new file with the rights of the old one; or None, and why there cannot be one."""
     if why := _why_not_renamed(target, previous):
         return None, why
     try:
-        new = NewFile(target.path, mode=0o600, hidden=hidden)
+        new = Replacement(target.path, mode=0o600, hidden=hidden)
     except OSError as error:
         if error.errno not in _NOT_POSSIBLE:
             raise
@@ -292,25 +209,6 @@ def _copy_rights(fd: int, path: str, previous: os.stat_result) -> None:
         os.fchmod(fd, mode)
 
 
-def publish(new: NewFile, *, durable: bool, free_later: bool = True) -> Freeing:
-    """Let a finished file take the target's place, and make the name durable.
-
-    Args:
-        free_later: whether a thread frees the space of the old file; else the filesystem does so at once.
-
-    Returns:
-        The space of the old file, which another thread frees; nothing if ``free_later`` is False.
-
-    Raises:
-        OSError: a call failed; ``new.published`` says whether the file has taken the target's place.
-    """
-    with freeing_afterwards(new.path) if free_later else nullcontext(Freeing()) as freeing:
-        new.publish()
-        if durable:
-            posix.sync_directory(os.path.dirname(new.path))
-    return freeing
-
-
 def write_text(path: str, text: str) -> None:
     """Write a text to a file as :func:`fastensor.save` writes a checkpoint, but without syncing.
 
@@ -319,10 +217,7 @@ def write_text(path: str, text: str) -> None:
     """
     data = memoryview(text.encode())
     with closing(open_output(resolve_target(path))) as output:
-        if isinstance(output, NewFile):
-            posix.write_fully(output.fd, data, 0)
-            publish(output, durable=False)
-        else:
-            output.begin(data.nbytes)
-            output.write(data)
-            output.finish()
+        output.begin(data.nbytes)
+        output.write_at(data, 0)
+        output.end()
+        output.replace(durable=False)
