@@ -101,8 +101,13 @@ def run_together(work: Callable[[], None], threads: int) -> None:
             uninterrupted(other.join)
 
 
-def run_each(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+def run_each(function: Callable[[T], R], items: Sequence[T], most: int | None = None) -> list[R]:
     """Call ``function`` with each item: in this thread, and in one more thread for each further item, if it starts.
+
+    Args:
+        function: called with one item.
+        items: the items, in the order in which they are begun.
+        most: the most threads, this one included; None for no limit.
 
     Returns the results in the order of the items, when no call runs any more. If calls raise, the first error is raised
     then, and items that were not begun are skipped.
@@ -122,7 +127,7 @@ def run_each(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
             except BaseException as error:  # noqa: BLE001  # raised below
                 errors.append(error)
 
-    run_together(work, len(items))
+    run_together(work, min(len(items), most or len(items)))
     if errors:
         raise errors[0]
     return cast("list[R]", results)

@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,6 +45,7 @@ from torch.futures import Future
 
 from fastensor.backends import registry, stream
 from fastensor.backends.fallback import announce
+from fastensor.backends.threads import run_each
 from fastensor.checkpoint.dcp.metadata import file_names, sealed
 from fastensor.checkpoint.dcp.staging import OtherStructureError, staged_again
 from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
@@ -268,11 +268,7 @@ class FastensorStorageWriter(FileSystemWriter):
         wait_for_space()
         write = partial(self._write_file, planner)
         try:
-            if min(self.thread_count, len(files)) > 1:
-                with ThreadPoolExecutor(self.thread_count, "fastensor-shard") as pool:
-                    written = list(pool.map(write, files))
-            else:
-                written = list(map(write, files))
+            written = run_each(write, files, most=self.thread_count)
             if self.sync_files and isinstance(self._directory, LocalDirectory):
                 with write_errors(self._directory.path, "the save failed", self._kept):
                     self._directory.sync()
