@@ -199,6 +199,27 @@ def test_an_agreement_of_one_process_has_nothing_to_end() -> None:
     found.exchange(None, "x was not saved")
 
 
+def test_a_process_group_that_was_replaced(tmp_path: Path) -> None:
+    """As by a script that destroys the group, and begins again."""
+    run_ranks(_begin_again, 2, tmp_path)
+
+
+def _begin_again(rank: int, folder: Path) -> None:
+    join(folder, rank, 2)
+    unused, used = agreement.Agreement(), agreement.Agreement()
+    dist.destroy_process_group()
+    (folder / "again").mkdir(exist_ok=True)
+    join(folder / "again", rank, 2)
+    unused.end()
+    with pytest.raises(fastensor.CheckpointWriteError, match="x was not saved: a process cannot be reached"):
+        used.exchange(None, "x was not saved")
+    used.end()
+    new = agreement.Agreement()
+    new.exchange(None, "x was not saved")
+    new.end()
+    dist.destroy_process_group()
+
+
 def test_processes_of_accelerate(tmp_path: Path, store: tuple[int, int]) -> None:
     run(_call_save_state, tmp_path, store)
 

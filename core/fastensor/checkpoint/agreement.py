@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -117,5 +118,6 @@ class Agreement:
         if self.size > 1:
             self._broken = self._broken or RuntimeError("this process has ended the agreement")
         group, self.group = self.group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        if group is not None:
+            with suppress(ValueError):  # the program has destroyed all groups, and perhaps made others
+                dist.destroy_process_group(group)
