@@ -329,8 +329,6 @@ def published_path(path: str | os.PathLike[str]) -> Path:
     """Path of a state now, by the path that ``save_state`` has returned. A directory in the place of the link to
     a state was left by a killed process."""
     found, published = Path(path), place_of(path)
-    if found.is_symlink():
-        return found
     return published if published.exists() or not found.exists() else found
 
 

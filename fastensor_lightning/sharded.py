@@ -100,7 +100,6 @@ class ShardedCheckpoints:
         self._agreement: Agreement | None = None
         self._storage: FastensorStorageWriter | None = None
         """The same for all saves, so that the memory for copies is used again."""
-        self._group: Any = None
         self._world: Any = None
         """The process group of all ranks, at the time when the agreement was made."""
         replace_methods()
@@ -224,7 +223,7 @@ class ShardedCheckpoints:
         def write(state_dict: dict[str, Any], path: str | os.PathLike[str], **options: Any) -> None:
             storage = self._writer(path, saving.options)
             if saving.options.asynchronous:
-                options["process_group"] = self._group_for_threads(saving.agreement)
+                options["process_group"] = saving.agreement.group  # for collectives in the writer's thread
                 copies.append(partial(save_now, storage.stage(state_dict), storage, **options))
             else:
                 save_now(state_dict, storage, **options)
@@ -287,16 +286,8 @@ class ShardedCheckpoints:
 
     def _agree(self) -> Agreement:
         if self._agreement is None or self._world is not dist.group.WORLD:
-            self._agreement, self._group, self._world = Agreement(), None, dist.group.WORLD
+            self._agreement, self._world = Agreement(), dist.group.WORLD
         return self._agreement
-
-    def _group_for_threads(self, agreement: Agreement) -> Any:
-        """A process group on the CPU for collectives in the thread of the writer."""
-        if agreement.group is not None:
-            return agreement.group
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo")
-        return self._group
 
     def _reader(self, path: str | os.PathLike[str]) -> FastensorStorageReader:
         from fastensor.checkpoint.dcp import FastensorStorageReader

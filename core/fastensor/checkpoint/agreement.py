@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fastensor.errors import CheckpointWriteError, FastensorError
-from fastensor.files.job_store import call_within, has_others
+from fastensor.files.job_store import call_within
 
 PATIENCE = timedelta(minutes=30)
 """Time that a process waits for one that does not answer, or for the store of the job. The death of a process is
@@ -28,10 +28,11 @@ class Agreement:
 
     def __init__(self, *, alone: bool = False) -> None:
         self.group: Any = None
-        """The process group; None with one process. Collectives of others in it must not overlap with those here."""
+        """The process group, on the CPU, also of one process; None without ``torch.distributed``. Collectives of others
+        in it must not overlap with those here."""
         self._broken: Exception | None = None
         self.size = 1
-        if not alone and has_others():
+        if not alone and dist.is_available() and dist.is_initialized():
             self.size = dist.get_world_size()
             try:
                 self.group = call_within(
