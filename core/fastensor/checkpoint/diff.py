@@ -186,7 +186,7 @@ def _files_at(location: Location) -> _Files:
 
 
 _NOTHING = Difference("", "", (), (), (), {}, 0)
-"""What is found of a part of two checkpoints begins as this. Names get the path of their file in front."""
+"""Empty findings, with which those of a part of two checkpoints begin. Names get the path of their file in front."""
 
 
 def _paired(first: _Files, second: _Files) -> tuple[dict[str, tuple[Entry, Entry]], Difference]:
@@ -306,7 +306,7 @@ def _compare_contents(
 
 
 def _found_in(file: str, one: OpenCheckpoint, two: OpenCheckpoint, tensors: Sequence[TensorDifference]) -> Difference:
-    """What is found in a file, of whose tensors these differ."""
+    """Findings of a file, of whose tensors these differ."""
 
     def behind(name: str) -> str:
         return name_behind(file, name) if file else name

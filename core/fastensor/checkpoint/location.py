@@ -111,6 +111,6 @@ def name_of(location: Location) -> str:
 
 
 def can(file: object, question: str, method: str) -> bool:
-    """Whether a file object can do something: by the answer to ``question``, or, without one, by having the method."""
+    """True if a file object can do something: by the answer to ``question``, or, without one, by having the method."""
     answer = getattr(file, question, None)
     return hasattr(file, method) if answer is None else bool(answer())

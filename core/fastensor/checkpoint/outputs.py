@@ -26,7 +26,7 @@ from fastensor.files.os_errors import kept_at
 from fastensor.files.words import human_size
 
 _GAP_NBYTES = 1 << 20
-"""How many zeros are written at a time to fill a gap."""
+"""Zeros that are written at a time to fill a gap."""
 
 
 class Replacement(NewFile):
@@ -69,12 +69,12 @@ class Stream(ABC):
     """
 
     atomic = False
-    """Whether the target is replaced in one instant, by :meth:`publish`. If not, :meth:`begin` ends what was there."""
+    """True if the target is replaced in one instant, by :meth:`publish`. If not, :meth:`begin` ends what was there."""
     is_synced = False
-    """Whether ``fd`` is that of a file on this machine, which is synced after :meth:`end`."""
+    """True if ``fd`` is that of a file on this machine, which is synced after :meth:`end`."""
     fd = -1
     why = NO_LOCAL_FILE
-    """Why it is no new file that backends write."""
+    """Reason for which it is no new file that backends write."""
 
     def __init__(self, path: str) -> None:
         self.path = path

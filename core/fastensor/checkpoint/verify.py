@@ -95,7 +95,7 @@ def _whole(path: Location, entries: Sequence[Entry]) -> tuple[str, Literal["dcp"
 
 
 def _nbytes_of(member: Entry) -> int:
-    """How much is read of a file, or directory."""
+    """Bytes that are read of a file, or directory."""
     return nbytes_at(member.path) if member.kind == "checkpoint" else 0
 
 

@@ -105,7 +105,7 @@ class NewFile:
         os.rename(self._names[-1], self.path)
 
     def left(self) -> str:
-        """What is at the path after a failure, in words."""
+        """Words for what is at the path after a failure."""
         if self.published:
             return "the new file is in place, but a power failure may bring back what was there before"
         return kept_at(self.path)

@@ -56,7 +56,7 @@ class ToCompare(NamedTuple):
     compared: Sequence[int] = ()
     """Sizes of other parts, which cannot be read one by one."""
     uncompared: int = 0
-    """How many other parts carry no checksum."""
+    """Number of other parts, which carry no checksum."""
     compare_others: Callable[[], object] = lambda: None
     """Compares the other parts, if they are yet to be compared."""
 
@@ -73,7 +73,7 @@ class FileContainer(Protocol):
         """:func:`fastensor.load`, without ``into``."""
 
     def read_catalog(self, file: OpenedFile, *, verify: bool) -> Catalog:
-        """What a file holds, and where.
+        """Catalog of a file: its tensors and objects, and where they are.
 
         Args:
             file: the file.

@@ -1,4 +1,4 @@
-"""What a conversion reads: a file, the files of a model, or a distributed checkpoint."""
+"""Sources of conversions: a file, the files of a model, or a distributed checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ and those of all these tensors."""
 
 @dataclass(frozen=True, slots=True)
 class ConversionSource:
-    """What is converted. It is open."""
+    """Open source of a conversion."""
 
     where: str
     """Name in messages."""
@@ -140,7 +140,7 @@ def _shared(metadata: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def metadata_in_words(metadata: Mapping[str, str]) -> list[str]:
-    """What is lost of metadata, as messages list it."""
+    """Words for the metadata that are lost, as messages list them."""
     return [f"metadata {name!r}" for name in beyond_format(metadata)]
 
 
