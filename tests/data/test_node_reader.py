@@ -23,15 +23,17 @@ import pytest
 from data.databases import make, some_records
 from programs import Program
 
-from fastensor.data import LmdbDataset, LmdbLoader, Merging, decoders
+from fastensor.data import LmdbDataset, LmdbLoader, Merging, decoders, processes
+from fastensor.data.coalescing import Extents
 from fastensor.data.connection import Connection, ConnectionLost
 from fastensor.data.engines.choice import Strategy
 from fastensor.data.node import engine as node_engine
 from fastensor.data.node import lease
 from fastensor.data.node.lease import NodeReader, name_of_job
-from fastensor.data.node.protocol import REQUEST, Opening, Say
+from fastensor.data.node.protocol import Opening, Release, Request, sent_error
 from fastensor.data.node.server import Span, interleaved, spans_of
-from fastensor.errors import CorruptDatasetError, NodeReaderError
+from fastensor.errors import BackendUnavailableError, CorruptDatasetError, NodeReaderError
+from fastensor.files.posix import EndOfFile
 
 RECORDS = some_records(300)
 VALUES = [RECORDS[key] for key in sorted(RECORDS)]
@@ -184,26 +186,36 @@ def test_reading_goes_on_after_an_interrupt(path: Path, node: NodeReader, read: 
     assert dataset.__getitems__(range(len(dataset))) == VALUES
 
 
-def open_wrongly(connection: Connection) -> None:
-    connection.send(Say.OPEN, b"{}")
+def open_nothing(connection: Connection) -> None:
+    connection.send(Opening(Strategy("pread"), 1.0, 1 << 20))
+
+
+def say_what_is_no_message(connection: Connection) -> None:
+    connection.send({})
 
 
 def request_without_a_file(connection: Connection) -> None:
-    connection.send(Say.REQUEST, REQUEST.pack(1), bytes(16))
+    connection.send(Request(1, Extents(np.zeros(1, np.int64), np.zeros(1, np.int64))))
 
 
 def release_what_is_free(connection: Connection) -> None:
     with open("/proc/self/exe") as file:
-        opening = Opening(Strategy("pread"), 1.0, 1 << 20)
-        connection.send(Say.OPEN, opening.as_json(), fd=file.fileno())
-    connection.send(Say.RELEASE, bytes(8))
+        connection.send(Opening(Strategy("pread"), 1.0, 1 << 20), fd=file.fileno())
+    connection.send(Release([0]))
 
 
 def announce_more_than_memory(connection: Connection) -> None:
-    os.write(connection.fileno(), struct.pack("<QB", 1 << 40, Say.REQUEST))
+    os.write(connection.fileno(), struct.pack("<QQ", 1 << 40, 0))
 
 
-NONSENSE = [open_wrongly, request_without_a_file, release_what_is_free, announce_more_than_memory]
+def send_no_pickle(connection: Connection) -> None:
+    os.write(connection.fileno(), struct.pack("<QQ", 4, 0) + b"____")
+
+
+NONSENSE = [
+    open_nothing, say_what_is_no_message, request_without_a_file, release_what_is_free, announce_more_than_memory,
+    send_no_pickle,
+]  # fmt: skip
 
 
 @pytest.mark.usefixtures("shared")
@@ -230,11 +242,11 @@ def test_a_client_that_talks_nonsense_is_dropped_alone(
 
 SERVER = """
 import os, resource, socket, sys
-from fastensor.data.node.server import Server
+from fastensor.data.node.server import NodeServer
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(chr(0) + sys.argv[1])
 listener.listen()
-server = Server(listener)
+server = NodeServer(listener)
 lowest = os.dup(0)
 os.close(lowest)
 resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -243,19 +255,41 @@ server.run()
 """
 
 
-def test_a_reader_without_descriptors_refuses_further_clients_and_keeps_the_others() -> None:
+def test_a_reader_without_descriptors_lets_further_clients_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"fastensor-tests-full-{os.getpid()}"
     with Program("-c", SERVER, name) as program:
         assert program.stdout.readline() == "listens\n"
         first = NodeReader(name)
         assert first.pid == program.pid
-        with pytest.raises(NodeReaderError, match="has ended before it answered"):
-            first.connect()
-        with pytest.raises(NodeReaderError, match="does not run"):
-            first.connect()
-        assert program.poll() is None
+        with monkeypatch.context() as impatient:
+            impatient.setattr(processes, "ANSWER_SECONDS", 0.1)
+            with pytest.raises(NodeReaderError, match=r"does not run: it has sent nothing for 0\.1 s"):
+                first.connect()
+        most = resource.prlimit(program.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(program.pid, resource.RLIMIT_NOFILE, (most[1], most[1]))
+        first.connect().close()
         first.close()
         assert program.wait() == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("found 7"), MemoryError("too much"), OSError(5, "broken"), PermissionError(13, "no"),
+        BackendUnavailableError("no disk"), EndOfFile("too short"),
+    ],
+)  # fmt: skip
+def test_errors_come_to_other_processes_as_they_are(error: Exception) -> None:
+    found = pickle.loads(pickle.dumps(sent_error(error)))
+    assert (type(found), str(found)) == (type(error), str(error))
+
+
+def test_an_error_of_any_type_comes_to_other_processes() -> None:
+    class OwnError(Exception):
+        pass
+
+    found = pickle.loads(pickle.dumps(sent_error(OwnError("why"))))
+    assert (type(found), str(found)) == (NodeReaderError, "the node reader has failed: OwnError: why")
 
 
 @pytest.mark.usefixtures("shared")

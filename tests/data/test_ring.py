@@ -152,13 +152,13 @@ def test_messages_arrive_whole_and_in_order(ends: tuple[Connection, Connection],
     bodies = [bytes([number]) * nbytes for number in range(3)]
     for end in ends:
         for number, body in enumerate(bodies):
-            end.send(number, body[: nbytes // 2], body[nbytes // 2 :])
+            end.send((number, body[: nbytes // 2]), body[nbytes // 2 :])
 
     def exchanged(end: Connection) -> list[tuple[int, bytes]]:
         messages = [received(end) for _ in bodies]
         while end.unsent_nbytes:
             end.wait(0.01)
-        return [(message.kind, bytes(message.body)) for message in messages]
+        return [(number, begin + bytes(message.body)) for message in messages for number, begin in [message.content]]
 
     with ThreadPoolExecutor() as threads:
         assert list(threads.map(exchanged, ends)) == [list(enumerate(bodies))] * 2
@@ -166,9 +166,9 @@ def test_messages_arrive_whole_and_in_order(ends: tuple[Connection, Connection],
 
 def test_a_descriptor_comes_with_its_message(ends: tuple[Connection, Connection]) -> None:
     reading, writing = os.pipe()
-    ends[0].send(1, b"before")
-    ends[0].send(2, b"with it", fd=writing)
-    ends[0].send(3, b"after")
+    ends[0].send("before")
+    ends[0].send("with it", fd=writing)
+    ends[0].send("after")
     os.close(writing)
     messages = [received(ends[1]) for _ in range(3)]
     assert [message.fd is None for message in messages] == [True, False, True]
@@ -181,13 +181,13 @@ def test_a_descriptor_comes_with_its_message(ends: tuple[Connection, Connection]
 
 
 def test_the_end_of_the_other_process_is_noticed(ends: tuple[Connection, Connection]) -> None:
-    ends[0].send(1, b"last")
+    ends[0].send("last")
     ends[0].close()
-    assert bytes(received(ends[1]).body) == b"last"
+    assert received(ends[1]).content == "last"
     with pytest.raises(ConnectionLost):
         received(ends[1])
     with pytest.raises(ConnectionLost):
-        ends[1].send(1, b"")
+        ends[1].send("")
 
 
 def test_a_connection_ends_although_a_forked_child_has_a_copy(ends: tuple[Connection, Connection]) -> None:
@@ -204,13 +204,13 @@ def test_a_forked_child_that_closes_a_connection_closes_its_copy_only(ends: tupl
         ends[0].close()
         os._exit(0)
     os.waitpid(child, 0)
-    ends[0].send(1, b"still here")
-    assert bytes(received(ends[1]).body) == b"still here"
+    ends[0].send("still here")
+    assert received(ends[1]).content == "still here"
 
 
 def test_a_descriptor_for_which_there_is_no_room_is_an_error(ends: tuple[Connection, Connection]) -> None:
     reading, writing = os.pipe()
-    ends[0].send(1, b"with it", fd=writing)
+    ends[0].send("with it", fd=writing)
     os.close(reading)
     lowest, limits = os.dup(writing), resource.getrlimit(resource.RLIMIT_NOFILE)
     os.close(lowest)
@@ -229,7 +229,7 @@ def test_a_descriptor_that_cannot_be_copied_ends_the_connection(ends: tuple[Conn
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
     try:
         with pytest.raises(ConnectionLost, match=r"a descriptor could not be sent: .*Too many open files"):
-            ends[0].send(1, b"with it", fd=ends[0].fileno())
+            ends[0].send("with it", fd=ends[0].fileno())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     with pytest.raises(ConnectionLost):

@@ -18,17 +18,18 @@ from fastensor.provision import DataService
 
 SECONDS = 20
 SERVER = """
-import importlib, socket, sys
+import importlib, os, socket, sys
 listener = socket.socket(socket.AF_UNIX)
 try:
     listener.bind(chr(0) + sys.argv[1])
 except OSError:
     print("taken", flush=True)
     sys.exit()
+given = [os.open(path, os.O_RDWR) for path in sys.argv[3].split()]
 listener.listen(100)
 print("listens", flush=True)
-sys.path[:] = sys.argv[3:]
-importlib.import_module(sys.argv[2]).main(listener.fileno())
+sys.path[:] = sys.argv[4:]
+importlib.import_module(sys.argv[2]).main(listener.fileno(), *given)
 """
 
 
@@ -44,8 +45,9 @@ def warm_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
     """Have services started in processes that have imported torch, until the context is left."""
     started: list[Program] = []
 
-    def start(name: str, module: str) -> bool:
-        program = Program("-c", SERVER, name, module, *sys.path, provision=True, OMP_NUM_THREADS="1")
+    def start(name: str, module: str, *given: int) -> bool:
+        files = " ".join(f"/proc/{os.getpid()}/fd/{fd}" for fd in given)
+        program = Program("-c", SERVER, name, module, files, *sys.path, provision=True, OMP_NUM_THREADS="1")
         started.append(program)
         return program.stdout.readline() == "listens\n"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
 import os
@@ -11,7 +10,7 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -130,16 +129,14 @@ class Kept:
 
 
 @pytest.fixture
-def keep(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Thread, list[Connection]]:
-    """An address that is kept, the thread that keeps it, and the connections that it leaves open."""
+def keep(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Thread, services._Keeper]:
+    """An address that is kept, the thread that keeps it, and what has the connections that it leaves open."""
     monkeypatch.setattr(services, "_PREFIX", f"fastensor-kept-{os.getpid()}-")  # no other test connects
     service: Any = Kept(request.function.__name__)
-    connected: list[Connection] = []
-    is_kept = Event()
-    thread = Thread(target=services._keep, args=(service, lambda address: is_kept.set(), connected), daemon=True)
+    keeper = services._Keeper(service.address)
+    thread = Thread(target=keeper.keep, args=[service], daemon=True)
     thread.start()
-    assert is_kept.wait(SECONDS)
-    return service.address, thread, connected
+    return service.address, thread, keeper
 
 
 def keeper_of(address: str) -> Connection:
@@ -156,52 +153,18 @@ def is_lost(keeper: Connection) -> bool:
     return False
 
 
-def test_all_who_want_a_service_to_end_wait_until_it_was_left(keep: tuple[str, Thread, list[Connection]]) -> None:
-    address, thread, connected = keep
+def test_all_who_want_a_service_to_end_wait_until_it_was_left(keep: tuple[str, Thread, services._Keeper]) -> None:
+    address, thread, keeper = keep
     one, other = keeper_of(address), keeper_of(address)
-    one.send(services._END)
+    one.send("end")
     thread.join(SECONDS)
     assert not thread.is_alive()
-    other.send(services._END)
+    other.send("end")
     assert not one.wait(0)
     assert not other.wait(0)
-    services._hang_up(connected)
+    keeper.close()
     assert is_lost(one)
     assert is_lost(other)
-
-
-def test_of_too_many_that_say_nothing_the_oldest_are_dropped(keep: tuple[str, Thread, list[Connection]]) -> None:
-    address, thread, connected = keep
-    silent = [keeper_of(address) for _ in range(services._MOST_CONNECTED + 2)]
-    assert [is_lost(keeper) for keeper in silent[:2]] == [True, True]
-    assert not any(keeper.wait(0) for keeper in silent[2:])
-    silent[-1].send(services._END)
-    thread.join(SECONDS)
-    assert len(connected) == services._MOST_CONNECTED
-    services._hang_up(connected)
-
-
-class Listener:
-    """A socket that can accept nobody."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def accept(self) -> None:
-        raise OSError(self.number, "nobody can be accepted")
-
-
-def test_who_finds_no_room_is_accepted_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    paused: list[float] = []
-    monkeypatch.setattr("fastensor.cli.services.time.sleep", paused.append)
-    broken: Any = Listener(errno.EBADF)
-    with pytest.raises(OSError, match="nobody can be accepted"):
-        services._accepted(broken)
-    for number in (errno.EAGAIN, errno.ECONNABORTED, errno.EMFILE):
-        assert not paused
-        full: Any = Listener(number)
-        assert services._accepted(full) is None
-    assert paused == [services._LOOK_SECONDS]
 
 
 def test_what_cannot_be_served_is_refused_at_once(

@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,9 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from fastensor.data import EpochPlan, processes
-from fastensor.data.connection import ConnectionLost
 from fastensor.errors import UnsupportedSampleError
 from fastensor.provision import BatchError, DataService, ProvisionError
-from fastensor.provision.embedded.protocol import Say
+from fastensor.provision.embedded.protocol import AskStatus, Hello, Status
 from fastensor.provision.filling import show
 from fastensor.provision.loader import ProvisionedLoader
 from fastensor.provision.service import NAME_VARIABLE
@@ -657,11 +656,12 @@ def test_a_descriptor_that_nobody_wants_is_closed(shared: DataService) -> None:
     before = files()
     client = processes.reach(shared.address.removeprefix("local:"))
     with open("/dev/null") as null:
-        client.send(Say.ASK, fd=null.fileno())
-    with suppress(ConnectionLost):
-        while client.wait(20):
-            client.receive()
-        pytest.fail("the server goes on listening")
+        client.send(AskStatus(), fd=null.fileno())
+    for kind in (Hello, Status):
+        message = client.awaited(20)
+        assert isinstance(message.content, kind)
+        if message.fd is not None:
+            os.close(message.fd)
     client.close()
     wait_until(lambda: files() == before)
 
@@ -741,18 +741,19 @@ def test_no_bar_where_there_is_no_terminal(start: Start, capfd: pytest.CaptureFi
 
 
 PINNED_SERVER = """
-import socket, sys
-sys.path[:] = sys.argv[3:]
+import os, socket, sys
+sys.path[:] = sys.argv[4:]
 from fastensor.provision import placement
 from fastensor.provision.embedded import server
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(chr(0) + sys.argv[1])
+spec_fd = os.open(sys.argv[3], os.O_RDWR)
 listener.listen(100)
 print("listens", flush=True)
 cpus = [frozenset({int(text)}) for text in sys.argv[2].split(",")]
 found = {str(number): placement.Placement((), None, number, one) for number, one in enumerate(cpus)}
 server.placements = lambda: found
-server.main(listener.fileno())
+server.main(listener.fileno(), spec_fd)
 """
 
 
@@ -760,8 +761,9 @@ def test_workers_run_on_processors_next_to_gpus(start: Start, monkeypatch: pytes
     """Those of two GPUs, one of which is next to a processor that this process may not use."""
     (first, *_), elsewhere = sorted(os.sched_getaffinity(0)), 1 << 15
 
-    def begin(name: str, module: str) -> bool:
-        programs.append(Program("-c", PINNED_SERVER, name, f"{first},{elsewhere}", *sys.path, provision=True))
+    def begin(name: str, module: str, spec_fd: int) -> bool:
+        spec = f"/proc/{os.getpid()}/fd/{spec_fd}"
+        programs.append(Program("-c", PINNED_SERVER, name, f"{first},{elsewhere}", spec, *sys.path, provision=True))
         return programs[-1].stdout.readline() == "listens\n"
 
     programs: list[Program] = []

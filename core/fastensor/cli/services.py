@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import selectors
 import signal
 import socket
 import subprocess
@@ -26,7 +25,8 @@ from typing import Any, Literal
 from fastensor.cli.errors import status_of
 from fastensor.cli.output import OK, USAGE, print_json, print_table
 from fastensor.data import LmdbDataset, processes
-from fastensor.data.connection import NO_ROOM, Connection, ConnectionLost
+from fastensor.data.connection import Connection, ConnectionLost, Message
+from fastensor.data.serving import LocalClient, LocalServer
 from fastensor.errors import FastensorError, ProvisionError
 from fastensor.files.words import counted, human_seconds, human_size
 from fastensor.provision import DataService
@@ -39,10 +39,6 @@ _RETRY_SECONDS = 0.02
 _LOOK_SECONDS = 1
 """Seconds within which an unused service is started again."""
 _PREFIX = f"fastensor-up-{os.geteuid()}-"
-_END = 1
-"""The kind of the message that ends a program which keeps a service."""
-_MOST_CONNECTED = 64
-"""Programs that may be connected to one that keeps a service. If there are more, the oldest is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +68,6 @@ def up(wanted: Wanted, started: Callable[[str], None] = _say) -> int:
         started: is given the address, when the service can be used, looked at and ended.
     """
     sys.path.insert(0, os.getcwd())  # as python -m does
-    connected: list[Connection] = []
     with (
         ExitStack() as left,
         DataService.start(
@@ -88,10 +83,12 @@ def up(wanted: Wanted, started: Callable[[str], None] = _say) -> int:
             name=wanted.name,
         ) as service,
     ):
-        left.callback(_hang_up, connected)  # after the service was left: each `down` waits for that
+        keeper = _Keeper(service.address)
+        left.callback(keeper.close)  # after the service was left: each `down` waits for that
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        started(service.address)
         with suppress(KeyboardInterrupt):
-            _keep(service, started, connected)
+            keeper.keep(service)
     return OK
 
 
@@ -154,7 +151,7 @@ def down(address: str | None) -> int:
     keepers = [keeper for keeper, kept in _keepers() if kept == address]
     for keeper in keepers:
         with suppress(ConnectionLost):  # it ends just now
-            keeper.send(_END)
+            keeper.send("end")
             if not keeper.wait(_LEAVE_SECONDS):  # it hangs up when it has left the service
                 raise ProvisionError(f"the program that keeps {address} does not end within {_LEAVE_SECONDS} s")
     if address.startswith("ray:"):
@@ -212,77 +209,28 @@ def _function_of(text: str | None) -> Any:
 # Programs that keep services
 
 
-def _keep(service: DataService, started: Callable[[str], None], connected: list[Connection]) -> None:
-    """Tell who connects what the address is, until somebody says that it is to end. Meanwhile look after the service,
-    which is started again if it has ended.
+class _Keeper(LocalServer[LocalClient]):
+    """Tells who connects the address of a service, until somebody says that it is to end."""
 
-    Args:
-        connected: gets the connections that are open in the end, which the caller closes.
-    """
-    address = service.address
-    name = _PREFIX + hashlib.blake2b(address.encode(), digest_size=8).hexdigest()
-    with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
-
-        def drop(connection: Connection) -> None:
-            selector.unregister(connection)
-            connected.remove(connection)
-            connection.close()
-
-        listener.bind(f"\0{name}")
+    def __init__(self, address: str) -> None:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(f"\0{_PREFIX}{hashlib.blake2b(address.encode(), digest_size=8).hexdigest()}")
         listener.listen()
-        listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ)
-        started(address)
-        while True:
-            for key, _ in selector.select(_LOOK_SECONDS):
-                connection = key.data or _accepted(listener)
-                if connection is None or connection.fileno() < 0:  # what came before has dropped it
-                    continue
-                try:
-                    if key.data is None:
-                        connected.append(connection)
-                        selector.register(connection, selectors.EVENT_READ, connection)
-                        _greet(connection, address)
-                    elif (message := connection.receive()) is not None and message.kind == _END:
-                        return
-                except ConnectionLost:
-                    drop(connection)
-                if len(connected) > _MOST_CONNECTED:
-                    drop(connected[0])
+        super().__init__(listener, LocalClient)
+        self._address = address
+        self._is_over = False
+
+    def keep(self, service: DataService) -> None:
+        """Look after a service, which is started again if it has ended."""
+        while not self._is_over:
+            self.await_events(_LOOK_SECONDS)
             service.status()
 
+    def greet(self, client: LocalClient) -> None:
+        client.connection.send(self._address)
 
-def _accepted(listener: socket.socket) -> Connection | None:
-    """Accept a connection; None if the other side has gone, or no descriptor is free for it.
-
-    Raises:
-        OSError: the listener is of no use any more.
-    """
-    try:
-        return Connection(listener.accept()[0])
-    except (BlockingIOError, ConnectionAbortedError):
-        return None
-    except OSError as error:
-        if error.errno not in NO_ROOM:
-            raise
-        time.sleep(_LOOK_SECONDS)  # who has connected stays there, and would be reported again at once
-        return None
-
-
-def _greet(connection: Connection, address: str) -> None:
-    """Tell who has connected the address.
-
-    Raises:
-        ConnectionLost: it has gone, or is of another user.
-    """
-    if connection.peer[1] != os.geteuid():
-        raise ConnectionLost("it belongs to somebody else")
-    connection.send(0, address.encode())
-
-
-def _hang_up(connected: list[Connection]) -> None:
-    for connection in connected:
-        connection.close()
+    def obey(self, client: LocalClient, message: Message) -> None:
+        self._is_over = True
 
 
 def _keepers() -> Iterator[tuple[Connection, str]]:
@@ -292,9 +240,7 @@ def _keepers() -> Iterator[tuple[Connection, str]]:
         if name.startswith(f"@{_PREFIX}"):
             with suppress(OSError, ConnectionLost):  # it has ended just now
                 keeper = processes.reach(name[1:])
-                keeper.wait(_PATIENCE_SECONDS)
-                if (message := keeper.receive()) is not None:
-                    yield keeper, bytes(message.body).decode()
+                yield keeper, keeper.awaited(_PATIENCE_SECONDS).content
 
 
 def _checked(address: str) -> str:

@@ -1,23 +1,33 @@
-"""Messages between two processes: over a Unix socket, with file descriptors; or over TCP, without."""
+"""Messages between two processes of one user on one machine, over a Unix socket: objects, bytes and file descriptors.
+
+Objects are pickled. So each end has to know that the other one belongs to the same user before it receives anything:
+:func:`fastensor.data.processes.reach` and :class:`fastensor.data.serving.LocalServer` ask the kernel. A user's own
+objects, which need their modules, are pickled before, and go along as ``bytes``: only who needs them unpickles them.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import pickle
 import select
 import socket
 import struct
+import time
 import weakref
 from array import array
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import NamedTuple, TypeAlias
+from types import TracebackType
+from typing import Any, NamedTuple, TypeAlias
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
-_HEAD = struct.Struct("<QB")
-_JOINED_NBYTES = 64 << 10
-"""The parts of a message of at most this length are copied into one."""
+_HEAD = struct.Struct("<QQ")
+"""Bytes of the pickled object, and of the bytes behind it."""
+_LONGEST_NBYTES = 8 << 30
+"""The other end counts as lost if it announces a longer message. A value of LMDB has less than 4 GiB."""
 _ONE_FD_NBYTES = socket.CMSG_SPACE(array("i").itemsize)
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -27,9 +37,9 @@ NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Message(NamedTuple):
     """A message that was received."""
 
-    kind: int
-    """A number of the sender's choice, from 0 to 255."""
+    content: Any
     body: memoryview
+    """Bytes that came along."""
     fd: int | None
     """A descriptor that came along. It belongs to the receiver."""
 
@@ -39,8 +49,7 @@ class ConnectionLost(Exception):
 
 
 class Connection:
-    """One end of a connected stream socket. Used by one thread at a time, in the process that has made it. Descriptors
-    go along, and the peer is known, if it is a Unix socket.
+    """One end of a connected Unix socket. Used by one thread at a time, in the process that has made it.
 
     Only :meth:`wait` waits for the other process. What the kernel does not take at once, :meth:`send` keeps, and
     :meth:`flush` or :meth:`wait` sends later. So two processes that send to each other cannot block each other.
@@ -54,19 +63,16 @@ class Connection:
     def __init__(self, endpoint: socket.socket) -> None:
         endpoint.setblocking(False)
         self._socket = endpoint
-        self.longest_nbytes = 8 << 30
-        """The connection counts as lost if the other process announces a message with a longer body. A value of LMDB
-        has less than 4 GiB."""
         self._hang_up = weakref.finalize(self, _hang_up, endpoint, os.getpid())
         self._hang_up.atexit = False  # the kernel closes it then
         self._unsent: deque[tuple[memoryview, int | None]] = deque()
         """Bytes that the kernel has not taken, and a descriptor that goes with them."""
         self._head = bytearray(_HEAD.size)
-        self._kind = 0
+        self._pickled_nbytes = 0
         self._into: memoryview | None = None
-        """The body of the message that is arriving; None while its head is."""
+        """What follows the head of the message that is arriving; None while the head is."""
         self._filled = 0
-        """Bytes of that body, or head, that have arrived."""
+        """Bytes of that, or of the head, that have arrived."""
         self._fd: int | None = None
 
     def fileno(self) -> int:
@@ -94,30 +100,27 @@ class Connection:
         """Bytes that the kernel has not taken yet."""
         return sum(len(piece) for piece, _ in self._unsent)
 
-    def send(self, kind: int, *parts: Bytes, fd: int | None = None) -> None:
+    def send(self, content: object, body: Bytes = b"", *, fd: int | None = None) -> None:
         """Send a message, or as much of it as the kernel takes.
 
         Args:
-            kind: from 0 to 255.
-            parts: of the body. They must not change until :attr:`unsent_nbytes` is 0.
+            content: pickled.
+            body: bytes that go along as they are. They must not change until :attr:`unsent_nbytes` is 0.
             fd: a descriptor to send along. The caller keeps ownership, and may close it.
 
         Raises:
             ConnectionLost: the other process has ended; or no descriptor is free, and the connection ends.
         """
-        views = [memoryview(part).cast("B") for part in parts]
-        nbytes = sum(map(len, views))
-        head = _HEAD.pack(nbytes, kind)
-        if nbytes <= _JOINED_NBYTES:  # a copy is quicker than a system call for each part
-            head, views = b"".join([head, *views]), []
+        pickled = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
         try:
             copy = None if fd is None else os.dup(fd)
         except OSError as error:
             with suppress(OSError):  # the other end is closed already
                 self._socket.shutdown(socket.SHUT_RDWR)
             raise ConnectionLost(f"a descriptor could not be sent: {error}") from error
-        self._unsent.append((memoryview(head), copy))
-        self._unsent.extend((view, None) for view in views if view)
+        self._unsent.append((memoryview(_HEAD.pack(len(pickled), len(body)) + pickled), copy))
+        if body:
+            self._unsent.append((memoryview(body), None))
         self.flush()
 
     def flush(self) -> None:
@@ -154,13 +157,34 @@ class Connection:
                 continue
             self._filled = 0
             if self._into is None:
-                nbytes, self._kind = _HEAD.unpack(self._head)
-                if nbytes > self.longest_nbytes:
-                    raise ConnectionLost(f"it sent a message of {nbytes} bytes")
-                self._into = memoryview(bytearray(nbytes))
+                self._pickled_nbytes, nbytes = _HEAD.unpack(self._head)
+                if self._pickled_nbytes + nbytes > _LONGEST_NBYTES:
+                    raise ConnectionLost(f"it sent a message of {self._pickled_nbytes + nbytes} bytes")
+                self._into = memoryview(bytearray(self._pickled_nbytes + nbytes))
                 continue
             self._into, fd, self._fd = None, self._fd, None
-            return Message(self._kind, into, fd)
+            return Message(pickle.loads(into[: self._pickled_nbytes]), into[self._pickled_nbytes :], fd)
+
+    def arrived(self) -> Iterator[Message]:
+        """The messages that have arrived. Sends what was not sent yet.
+
+        Raises:
+            ConnectionLost: the other process has ended.
+        """
+        self.flush()
+        yield from iter(self.receive, None)
+
+    def awaited(self, seconds: float) -> Message:
+        """The next message.
+
+        Raises:
+            ConnectionLost: it has not come within so many seconds, or the other process has ended.
+        """
+        deadline = time.monotonic() + seconds
+        while (message := self.receive()) is None:
+            if not self.wait(max(deadline - time.monotonic(), 0)):
+                raise ConnectionLost(f"it has sent nothing for {seconds:g} s")
+        return message
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until something arrives. Sends meanwhile what was not sent yet.
@@ -199,6 +223,33 @@ class Connection:
             raise ConnectionLost("the other end is closed")
         self._filled += count
         return True
+
+
+class Conversation:
+    """A block that talks over a connection, and says in its own words that this was lost.
+
+    No generator: since Python 3.12, an exception that a generator's context manager replaces is in a reference cycle
+    with the frames of all callers. So what they hold would stay until Python's garbage collector runs.
+
+    Args:
+        failed: makes what is raised of the loss.
+        closes: is closed by what interrupts the block: half a message may have come or gone.
+    """
+
+    def __init__(self, failed: Callable[[ConnectionLost], Exception], closes: Connection | None = None) -> None:
+        self._failed = failed
+        self._closes = closes
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and self._closes is not None:
+            self._closes.close()
+        if isinstance(error, ConnectionLost):
+            raise self._failed(error) from error
 
 
 def _hang_up(endpoint: socket.socket, process: int) -> None:

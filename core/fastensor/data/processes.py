@@ -13,16 +13,18 @@ import sys
 import time
 from collections.abc import Callable
 
-from fastensor.data.connection import Connection
+from fastensor.data.connection import Connection, ConnectionLost, Message
 from fastensor.files import launchers
 
+ANSWER_SECONDS = 60
+"""For how long a service may take to start, and to answer: it may have to import torch."""
 _RETRY_SECONDS = 0.01
 _START = """
 import importlib, json, os, sys
 if os.fork():
     os._exit(0)
 sys.path[:] = json.loads(sys.argv[3])
-importlib.import_module(sys.argv[2]).main(int(sys.argv[1]))
+importlib.import_module(sys.argv[2]).main(*json.loads(sys.argv[1]))
 """
 """The program of the process. It forks and leaves its parent: it may outlive the process that has started it, which
 would otherwise have to wait for it."""
@@ -62,12 +64,13 @@ def reach(name: str) -> Connection:
     return connection
 
 
-def start(name: str, module: str) -> bool:
+def start(name: str, module: str, *given: int) -> bool:
     """Start the service of this name, unless another process has.
 
     Args:
         module: its function ``main`` gets the number of a Unix socket that listens, in a process of its own. That is in
             a session of its own, so Ctrl-C in a terminal does not reach it.
+        given: further descriptors for ``main``.
 
     Returns:
         whether this call has started it.
@@ -83,10 +86,11 @@ def start(name: str, module: str) -> bool:
                 raise
             return False
         listener.listen(1024)
+        fds = [listener.fileno(), *given]
         paths = json.dumps([path or os.getcwd() for path in sys.path])
         subprocess.run(
-            [sys.executable, "-c", _START, str(listener.fileno()), module, paths],
-            pass_fds=[listener.fileno()],
+            [sys.executable, "-c", _START, json.dumps(fds), module, paths],
+            pass_fds=fds,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -95,25 +99,42 @@ def start(name: str, module: str) -> bool:
     return True
 
 
-def joined(
-    connect: Callable[[], Connection], start: Callable[[], bool], *, none_runs: type[Exception], seconds: float
-) -> Connection:
-    """A connection to a service, which is started if there is none.
+def connected(name: str) -> tuple[Connection, Message]:
+    """A connection to the service of this name, and its greeting.
+
+    Raises:
+        ConnectionLost: there is none, it has ended before it greeted, or hangs.
+        PermissionError: it belongs to somebody else.
+    """
+    try:
+        connection = reach(name)
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise ConnectionLost(str(error)) from error
+    try:
+        return connection, connection.awaited(ANSWER_SECONDS)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def joined(name: str, start: Callable[[], bool], seconds: float) -> tuple[Connection, Message]:
+    """As :func:`connected`, and the service is started if there is none.
 
     Args:
-        connect: raises ``none_runs`` without a service; also if it is about to end.
         start: returns whether it has started one; if not, another process has.
         seconds: for how long to try.
     """
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return connect()
-        except none_runs:  # none runs; or one is about to end, or was started just now
+            return connected(name)
+        except ConnectionLost:  # none runs; or one is about to end, or was started just now
             if time.monotonic() > deadline:
                 raise
         if start():
-            return connect()
+            return connected(name)
         time.sleep(_RETRY_SECONDS)
 
 

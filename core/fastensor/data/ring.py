@@ -33,6 +33,8 @@ from fastensor.files.ranges import FreeRanges
 
 ALIGNMENT = 64
 """Slots begin at multiples of this number of bytes: enough for any dtype, and for instructions on vectors."""
+NO_SLOT = -1
+"""The sequence number of bytes for which the ring had no room, and which come by another way."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Neither process can truncate the memory, which would kill the other one (SIGBUS)."""
 

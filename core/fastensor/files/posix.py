@@ -57,6 +57,9 @@ class EndOfFile(OSError):
     def __init__(self, message: str) -> None:
         super().__init__(errno.ENODATA, message)
 
+    def __reduce__(self) -> tuple[type[EndOfFile], tuple[str | None]]:
+        return type(self), (self.strerror,)
+
 
 @dataclass(frozen=True, slots=True)
 class DirectLimits:

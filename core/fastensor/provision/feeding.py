@@ -8,14 +8,12 @@ from typing import Generic, TypeAlias, TypeVar
 
 from fastensor.data.coalescing import Integers
 from fastensor.data.plan import EpochPlan, Positions
-from fastensor.data.ring import RingWriter, Slot
+from fastensor.data.ring import NO_SLOT, RingWriter, Slot
 from fastensor.provision.credits import FIRST, Pace, turn
 from fastensor.provision.engine import Registration, Start
 from fastensor.provision.next_uses import Schedule
 
 _Key: TypeAlias = tuple[object, ...]
-NO_SLOT = -1
-"""The sequence number of what is in no slot of a ring."""
 
 
 class Orders:

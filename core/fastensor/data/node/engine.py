@@ -6,29 +6,14 @@ import itertools
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
-import numpy as np
-
 from fastensor.data.coalescing import Extents
-from fastensor.data.connection import ConnectionLost, Message
+from fastensor.data.connection import ConnectionLost, Conversation, Message
 from fastensor.data.engines.base import Value
 from fastensor.data.node.lease import NodeReader
-from fastensor.data.node.protocol import (
-    NO_SLOT,
-    PLACED,
-    REQUEST,
-    WANT,
-    Opening,
-    Say,
-    error_of,
-    extents_as_bytes,
-    json_of,
-    layout,
-)
-from fastensor.data.ring import RingReader, Slot
+from fastensor.data.node.protocol import Cancel, Failed, Opening, Release, Request, Wait, layout
+from fastensor.data.ring import NO_SLOT, RingReader
 from fastensor.errors import NodeReaderError
 
 _SILENT_SECONDS = 1800.0
@@ -65,16 +50,16 @@ class NodeEngine:
         self._cancelled: deque[int] = deque()
         """Requests whose fetches were dropped, and of which the node reader was not told yet."""
         with self._talking():
-            self._connection.send(Say.OPEN, opening.as_json(), fd=fd)
-            answer = self._next_message()
-            if answer.kind == Say.FAILED:
-                raise error_of(answer)
+            self._connection.send(opening, fd=fd)
+            answer = self._connection.awaited(_SILENT_SECONDS)
+            if isinstance(answer.content, Failed):
+                raise answer.content.error
             assert answer.fd is not None
             try:
                 self._ring = RingReader(answer.fd)
             finally:
                 os.close(answer.fd)
-        self.name = f"node/{json_of(answer.body)['engine']}"
+        self.name = f"node/{answer.content.engine}"
 
     def fetch(self, extents: Extents) -> NodeFetch:
         number = next(self._numbers)
@@ -83,7 +68,7 @@ class NodeEngine:
         weakref.finalize(fetch, self._cancelled.append, number).atexit = False
         with self._talking():
             self._send_credits()
-            self._connection.send(Say.REQUEST, REQUEST.pack(number), *extents_as_bytes(extents))
+            self._connection.send(Request(number, extents))
         return fetch
 
     def bring(self, fetch: NodeFetch, end: int) -> None:
@@ -92,18 +77,16 @@ class NodeEngine:
         Raises:
             NodeReaderError: the node reader has ended.
         """
-        wanted = False
+        waits = False
         with self._talking():
             self._send_credits()
             while fetch.arrived < end and fetch.failure is None:
-                message = self._connection.receive()
+                message = self._connection.awaited(_SILENT_SECONDS) if waits else self._connection.receive()
                 if message is not None:
                     self._dispatch(message)
-                elif wanted:
-                    self._wait()
                 else:
-                    self._connection.send(Say.WANT, WANT.pack(fetch.number, end))
-                    wanted = True
+                    self._connection.send(Wait(fetch.number, end))
+                    waits = True
 
     def close(self) -> None:
         self._connection.close()
@@ -111,54 +94,32 @@ class NodeEngine:
     def _send_credits(self) -> None:
         """Say what the node reader need not read, and which slots are free; and send what was left of requests."""
         while self._cancelled:
-            self._connection.send(Say.CANCEL, REQUEST.pack(self._cancelled.popleft()))
+            self._connection.send(Cancel(self._cancelled.popleft()))
         if dropped := self._ring.dropped():
-            self._connection.send(Say.RELEASE, np.array(dropped, np.int64).data)
+            self._connection.send(Release(dropped))
         self._connection.flush()
 
     def _dispatch(self, message: Message) -> None:
-        (number,) = REQUEST.unpack_from(message.body)
-        fetch = self._fetches.get(number)
-        if message.kind == Say.FAILED:
+        content = message.content
+        fetch = self._fetches.get(content.request)
+        if isinstance(content, Failed):
             if fetch is not None:
-                fetch.failure = error_of(message)
+                fetch.failure = content.error
             return
-        _, first, count, *where = PLACED.unpack_from(message.body)
-        slot = Slot(*where)
-        body = message.body[PLACED.size :].toreadonly() if slot.sequence == NO_SLOT else self._ring.view(slot)
+        has_slot = content.slot.sequence != NO_SLOT
+        body = self._ring.view(content.slot) if has_slot else message.body.toreadonly()
         if fetch is not None:
-            fetch.put(first, count, body)
+            fetch.put(content.first, content.values, body)
 
-    def _next_message(self) -> Message:
-        while (message := self._connection.receive()) is None:
-            self._wait()
-        return message
+    def _talking(self) -> Conversation:
+        return Conversation(self._lost, self._connection)
 
-    def _wait(self) -> None:
-        """Wait until something comes.
-
-        Raises:
-            ConnectionLost: nothing does.
-        """
-        if not self._connection.wait(_SILENT_SECONDS):
-            raise ConnectionLost(f"it has sent nothing for {_SILENT_SECONDS:g} s")
-
-    @contextmanager
-    def _talking(self) -> Iterator[None]:
-        """Close the connection if the block is left by an error or an interrupt: half a message may have come or
-        gone."""
-        try:
-            yield
-        except ConnectionLost as error:
-            self._connection.close()
-            raise NodeReaderError(
-                f"the process {self._reader_pid}, which reads for this machine, cannot be reached any more ({error}). "
-                f"It was killed, perhaps for want of memory, or has failed: see its messages. Make the dataset anew; "
-                f"the state of an LmdbLoader says where to go on"
-            ) from error
-        except BaseException:
-            self._connection.close()
-            raise
+    def _lost(self, error: ConnectionLost) -> NodeReaderError:
+        return NodeReaderError(
+            f"the process {self._reader_pid}, which reads for this machine, cannot be reached any more ({error}). It "
+            f"was killed, perhaps for want of memory, or has failed: see its messages. Make the dataset anew; the "
+            f"state of an LmdbLoader says where to go on"
+        )
 
 
 class NodeFetch:

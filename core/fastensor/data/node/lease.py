@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from fastensor.data import processes
 from fastensor.data.connection import Connection, ConnectionLost
-from fastensor.data.node.protocol import Say, json_of
 from fastensor.errors import NodeReaderError
 
 NAME_VARIABLE = "FASTENSOR_NODE_READER"
@@ -33,18 +33,18 @@ class NodeReader:
 
     Args:
         name: of the job, see :func:`name_of_job`.
-        timeout: for how many seconds to wait for the reader, which has to import torch first.
+        timeout: for how many seconds to try.
 
     Raises:
         NodeReaderError: the reader cannot be started, does not answer, or belongs to somebody else.
     """
 
-    def __init__(self, name: str | None = None, *, timeout: float = 60) -> None:
+    def __init__(self, name: str | None = None, *, timeout: float = processes.ANSWER_SECONDS) -> None:
         self.name = name or name_of_job()
-        self._timeout = timeout
-        self._lease: Connection | None = processes.joined(
-            self.connect, self._start, none_runs=NodeReaderError, seconds=timeout
-        )
+        with self._in_words():
+            self._lease: Connection | None
+            self._lease, greeting = processes.joined(self.name, self._start, timeout)
+        self.pid = greeting.content.pid
 
     def connect(self) -> Connection:
         """A new connection to the reader.
@@ -52,35 +52,21 @@ class NodeReader:
         Raises:
             NodeReaderError: there is no reader, it does not answer, or belongs to somebody else.
         """
+        with self._in_words():
+            return processes.connected(self.name)[0]
+
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
         try:
-            connection = processes.reach(self.name)
+            yield
         except PermissionError as error:
             raise NodeReaderError(f"the node reader {error}") from error
-        except OSError as error:
-            raise NodeReaderError(
-                f"the process that reads for this machine ({self.name}) does not run: {error}. If it was killed, make "
-                f"the dataset anew; the state of an LmdbLoader says where to go on"
-            ) from error
-        try:
-            self.pid = self._greeted(connection)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def _greeted(self, connection: Connection) -> int:
-        """Wait for the reader's greeting. Returns the reader's process id."""
-        deadline = time.monotonic() + self._timeout
-        try:
-            while (message := connection.receive()) is None:
-                if not connection.wait(max(deadline - time.monotonic(), 0)):
-                    raise NodeReaderError(f"the node reader {self.name} has not answered for {self._timeout:g} s")
         except ConnectionLost as error:
             raise NodeReaderError(
-                f"the node reader {self.name} has ended before it answered; if it failed, its messages say why"
+                f"the process that reads for this machine ({self.name}) does not run: {error}. If it failed, its "
+                f"messages say why; if it was killed, make the dataset anew; the state of an LmdbLoader says where to "
+                f"go on"
             ) from error
-        assert message.kind == Say.HELLO
-        return int(json_of(message.body)["pid"])
 
     def _start(self) -> bool:
         """Start the reader, unless another process has. Returns whether it did."""

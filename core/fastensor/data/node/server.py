@@ -11,16 +11,12 @@ only. The reader ends with its last client.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import resource
-import selectors
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,16 +25,26 @@ from fastensor.data.coalescing import Extents, Integers
 from fastensor.data.connection import Connection, ConnectionLost, Message
 from fastensor.data.engines.base import Engine, Fetch
 from fastensor.data.engines.choice import Strategy
-from fastensor.data.node.protocol import NO_SLOT, PLACED, REQUEST, WANT, Opening, Say, error_as_json, extents_of, layout
-from fastensor.data.ring import RingWriter, Slot
+from fastensor.data.node.protocol import (
+    Cancel,
+    Failed,
+    Hello,
+    Opening,
+    Ready,
+    Release,
+    Request,
+    Values,
+    Wait,
+    layout,
+    sent_error,
+)
+from fastensor.data.ring import NO_SLOT, RingWriter, Slot
+from fastensor.data.serving import LocalClient, LocalServer
 
 _SLOT_NBYTES = 256 << 10
 """A slot has values of at most this many bytes together, or a quarter of the ring if that is less; but one at least."""
-_FIRST_CLIENT_SECONDS = 60
-"""For how long the reader waits for its first client: whoever has started it may have died."""
 _Key: TypeAlias = tuple[int, int, Strategy]
 """The device and the inode of a file, and how it is read."""
-_logger = logging.getLogger("fastensor")
 
 
 class Span(NamedTuple):
@@ -81,10 +87,10 @@ def interleaved(requests: Sequence[Sequence[Span]]) -> list[tuple[int, Span]]:
 
 @dataclass(slots=True)
 class _Reading:
-    """A fetch, which several requests may share; or the error with which it has failed, as JSON."""
+    """A fetch, which several requests may share; or the error with which it has failed."""
 
     fetch: Fetch | None = None
-    failure: bytes = b""
+    failure: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +131,7 @@ class _Source:
         try:
             reading.fetch = self.engine.fetch(extents)
         except Exception as error:  # noqa: BLE001  # the clients raise it
-            reading.failure = error_as_json(error)
+            reading.failure = sent_error(error)
         begin = 0
         for number, span in order:
             client, request, _ = requested[number]
@@ -134,18 +140,18 @@ class _Source:
             begin += span.values
 
 
-class _Client:
-    """A process that is connected. It opens one file, or none: then it only keeps the reader alive."""
+class _Client(LocalClient):
+    """It opens one file, or none: then it only keeps the reader alive."""
 
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
+    def __init__(self, connection: Connection, number: int) -> None:
+        super().__init__(connection, number)
         self.source: _Source | None = None
         self.ring: RingWriter | None = None
         self.slot_nbytes = 0
         self.pieces: dict[int, deque[_Piece]] = {}
         """What was not sent yet of each request; the oldest request comes first."""
-        self.wanted: tuple[int, int] | None = None
-        """The request that the client waits for, and how many of its values it waits for."""
+        self.wanted: Wait | None = None
+        """What the client waits for."""
 
     def send_next(self) -> bool:
         """Send the next slot of values, or the error of a request, if there is one and there is room. Waits for the
@@ -160,9 +166,9 @@ class _Client:
         if request is None or self.ring is None:
             return False
         piece = self.pieces[request][0]
-        if piece.reading.failure:
+        if piece.reading.failure is not None:
             del self.pieces[request]
-            self.connection.send(Say.FAILED, REQUEST.pack(request), piece.reading.failure)
+            self.connection.send(Failed(request, piece.reading.failure))
             return True
         places = layout(piece.lengths)
         placed = self.ring.place(int(places[-1]))
@@ -174,11 +180,11 @@ class _Client:
         except Exception as error:  # noqa: BLE001  # the clients raise it
             if placed is not None:
                 self.ring.release(slot.sequence)
-            piece.reading.failure = error_as_json(error)
+            piece.reading.failure = sent_error(error)
             return True
         self._next_is_sent(request)
-        said = PLACED.pack(request, piece.first, len(piece.lengths), *slot)
-        self.connection.send(Say.VALUES, said, *(() if placed is not None else (room,)))
+        values = Values(request, piece.first, len(piece.lengths), slot)
+        self.connection.send(values, b"" if placed is not None else room)
         return True
 
     def _next_request(self) -> int | None:
@@ -201,149 +207,76 @@ class _Client:
             del self.pieces[request]
 
     def close(self) -> None:
-        self.connection.close()
+        super().close()
         if self.ring is not None:
             self.ring.close()
         self.pieces.clear()
 
 
-class Server:
-    """The node reader.
-
-    Args:
-        listener: a Unix socket that listens. It belongs to the server.
-    """
+class NodeServer(LocalServer[_Client]):
+    """The node reader."""
 
     def __init__(self, listener: socket.socket) -> None:
-        listener.setblocking(False)
-        self._listener = listener
-        self._clients: set[_Client] = set()
+        super().__init__(listener, _Client)
         self._sources: dict[_Key, _Source] = {}
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
 
-    def run(self) -> None:
-        """Serve until the last client has gone."""
-        seconds: float | None = _FIRST_CLIENT_SECONDS
-        had_clients = False  # a process of another user may knock first
-        while self._await_events(seconds) and (self._clients or not had_clients):
-            for source in self._sources.values():
-                source.begin_requested()
-            busy = [self._each(client, client.send_next) for client in list(self._clients)]
-            had_clients = had_clients or bool(self._clients)
-            if had_clients:
-                seconds = 0 if any(busy) else None
-        self._listener.close()
-        self._selector.close()
+    def greet(self, client: _Client) -> None:
+        client.connection.send(Hello(os.getpid()))
 
-    def _await_events(self, seconds: float | None) -> bool:
-        """Receive what comes within ``seconds``. False if nothing does, and there is no client."""
-        events = self._selector.select(seconds)
-        for key, _ in events:
-            client = key.data
-            if client is None:
-                self._accept()
-            else:
-                self._each(client, partial(self._receive, client))
-        return bool(events or self._clients)
+    def work(self) -> bool:
+        for source in self._sources.values():
+            source.begin_requested()
+        has_more = [self.do_for(client, client.send_next) for client in list(self.clients.values())]
+        return any(has_more)
 
-    def _accept(self) -> None:
-        try:
-            endpoint, _ = self._listener.accept()
-        except BlockingIOError:
-            return  # the client has gone
-        except OSError:
-            _logger.exception("the node reader takes no more clients: later ones start another node reader")
-            self._selector.unregister(self._listener)
-            self._listener.close()
-            return
-        client = _Client(Connection(endpoint))
-        if client.connection.peer[1] != os.geteuid():
-            client.close()
-            return
-        self._clients.add(client)
-        self._selector.register(client.connection, selectors.EVENT_READ, client)
-        hello = json.dumps({"pid": os.getpid()}).encode()
-        self._each(client, lambda: client.connection.send(Say.HELLO, hello))
-
-    def _each(self, client: _Client, do: Callable[[], object]) -> bool:
-        """Do something for a client; if that fails, or the client is lost, drop the client. Returns what was returned,
-        as a truth value."""
-        try:
-            done = bool(do())
-            sends = client.connection.unsent_nbytes > 0
-        except ConnectionLost:
-            self._drop(client)
-            return False
-        except Exception:
-            _logger.exception("the node reader drops the client %d", client.connection.peer[0])
-            self._drop(client)
-            return False
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if sends else 0)
-        if self._selector.get_key(client.connection).events != events:
-            self._selector.modify(client.connection, events, client)
-        return done
-
-    def _receive(self, client: _Client) -> None:
-        client.connection.flush()
-        while (message := client.connection.receive()) is not None:
-            self._obey(client, message)
-
-    def _obey(self, client: _Client, message: Message) -> None:
-        body = message.body
-        match message.kind:
-            case Say.OPEN:
+    def obey(self, client: _Client, message: Message) -> None:
+        match message.content:
+            case Opening() as opening:
                 assert message.fd is not None
-                self._open(client, message.fd, body)
-            case Say.REQUEST:
+                self._open(client, message.fd, opening)
+            case Request(number, extents):
                 assert client.source is not None
-                (request,), extents = REQUEST.unpack_from(body), extents_of(body)
                 assert len(extents)
-                client.source.requested.append((client, request, extents))
-                client.pieces[request] = deque()
-            case Say.WANT:
-                client.wanted = WANT.unpack(body)
-            case Say.CANCEL:
-                client.pieces.pop(REQUEST.unpack(body)[0], None)
-            case Say.RELEASE:
+                client.source.requested.append((client, number, extents))
+                client.pieces[number] = deque()
+            case Wait() as wanted:
+                client.wanted = wanted
+            case Cancel(number):
+                client.pieces.pop(number, None)
+            case Release(sequences):
                 assert client.ring is not None
-                for sequence in np.frombuffer(body, np.int64).tolist():
+                for sequence in sequences:
                     client.ring.release(sequence)
+            case other:
+                raise ConnectionLost(f"it sent {other!r}")
 
-    def _open(self, client: _Client, fd: int, body: memoryview) -> None:
-        """Open a file for a client, and give it a ring.
-
-        Args:
-            fd: the file. It belongs to the server.
-            body: an ``Opening``.
-        """
+    def _open(self, client: _Client, fd: int, opening: Opening) -> None:
+        """Open a file for a client, and give it a ring."""
         try:
-            opening = Opening.of(body)
             client.ring = RingWriter(opening.ring_nbytes)
             client.slot_nbytes = min(_SLOT_NBYTES, opening.ring_nbytes // 4)
             client.source = self._source(fd, opening)
         except Exception as error:  # noqa: BLE001  # the client raises it
-            os.close(fd)
-            client.connection.send(Say.FAILED, REQUEST.pack(-1), error_as_json(error))
+            client.connection.send(Failed(-1, sent_error(error)))
             return
         client.source.clients += 1
-        ready = json.dumps({"engine": client.source.engine.name}).encode()
-        client.connection.send(Say.READY, ready, fd=client.ring.fd)
+        client.connection.send(Ready(client.source.engine.name), fd=client.ring.fd)
 
     def _source(self, fd: int, opening: Opening) -> _Source:
         """The file of a descriptor: opened before, if other clients read the same file in the same way."""
         status = os.fstat(fd)
         key = (status.st_dev, status.st_ino, opening.strategy)
         if (source := self._sources.get(key)) is not None:
-            os.close(fd)
             return source
-        engine = opening.strategy.open(fd, opening.mean_nbytes)
-        return self._sources.setdefault(key, _Source(fd, engine, key))
+        own = os.dup(fd)
+        try:
+            source = _Source(own, opening.strategy.open(own, opening.mean_nbytes), key)
+        except BaseException:
+            os.close(own)
+            raise
+        return self._sources.setdefault(key, source)
 
-    def _drop(self, client: _Client) -> None:
-        self._selector.unregister(client.connection)
-        self._clients.discard(client)
-        client.close()
+    def dropped(self, client: _Client) -> None:
         source = client.source
         if source is not None:
             source.clients -= 1
@@ -373,4 +306,4 @@ def main(fd: int) -> None:
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client needs some descriptors
-    Server(socket.socket(fileno=fd)).run()
+    NodeServer(socket.socket(fileno=fd)).run()

@@ -7,39 +7,32 @@ import os
 import pickle
 import signal
 import subprocess
-import time
 import weakref
 from contextlib import suppress
-from types import TracebackType
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from fastensor.data import processes
-from fastensor.data.connection import Bytes, Connection, ConnectionLost, Message
+from fastensor.data.connection import Connection, ConnectionLost, Conversation, Message
 from fastensor.data.plan import EpochPlan
-from fastensor.data.ring import RingReader, Slot
+from fastensor.data.ring import RingReader
 from fastensor.errors import ProvisionError
 from fastensor.provision.embedded.protocol import (
-    BATCH,
-    CREDIT,
-    BadMessage,
+    AskStatus,
+    Credit,
     Hello,
-    Say,
-    as_bytes,
-    hello_of,
-    joined,
-    json_of,
-    start_as_json,
-    text_of,
+    Made,
+    Preload,
+    Ready,
+    Refused,
+    Register,
+    Status,
 )
-from fastensor.provision.engine import Cost, EngineLost, Pushed, Registration, Start
+from fastensor.provision.engine import EngineLost, Pushed, Registration, Start
 from fastensor.provision.pickling import pickling
 
 LOCAL = "local:"
 SEVERAL = "the embedded engine serves one machine: for several, start the service with engine='ray'"
-_ANSWER_SECONDS = 60
-"""For how long the server may take to start, and to answer. It has to import torch."""
 _HEALTH_SECONDS = 30
 """A server that does not answer for so long is taken to hang. It never waits for anything that is slow."""
 
@@ -57,13 +50,7 @@ class EmbeddedEngine:
         ProvisionError: the service cannot be started, or reached, or refuses.
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        spec_fd: int | None = None,
-        seconds: float = _ANSWER_SECONDS,
-    ) -> None:
+    def __init__(self, address: str, *, spec_fd: int | None = None, seconds: float = processes.ANSWER_SECONDS) -> None:
         self.address = address
         self._name = checked_address(address).removeprefix(LOCAL)
         self._spec_fd: int | None = None
@@ -86,20 +73,27 @@ class EmbeddedEngine:
         with pickling("collate_fn", "Define it at the top of a module"):
             pickled = b"" if function is None else pickle.dumps(function)
         self._talking()  # or who has left would start it again
-        head = {name: getattr(registration, name) for name in ("buffer_nbytes", "ahead", "on_error")}
-        return EmbeddedFeed(self._connected(), joined(head, pickled), pid=self._pid)
+        with _conversation():
+            connection = self._said_hello(*processes.connected(self._name))
+        return EmbeddedFeed(connection, Register(replace(registration, collate_fn=None), pickled), pid=self._pid)
 
     def preload(self, plan: EpochPlan, epoch: int) -> None:
-        with _Conversation():
-            self._talking().send(Say.PRELOAD, start_as_json(Start(plan, epoch, 0)))
+        with _conversation():
+            self._talking().send(Preload(Start(plan, epoch, 0)))
 
     def health(self) -> dict[str, Any]:
-        with _Conversation():
-            self._talking().send(Say.ASK)
-            return json_of(_answer(self._talking(), _HEALTH_SECONDS, Say.STATUS).body)
+        with _conversation():
+            self._talking().send(AskStatus())
+            return dict(_answer(self._talking(), _HEALTH_SECONDS, Status).content.found)
 
     def recover(self) -> None:
-        before, self._lease, self._process = self._lease, self.joined(), os.getpid()
+        before, self._process = self._lease, os.getpid()
+        try:
+            self._lease = self._said_hello(*processes.joined(self._name, self._start, self._seconds))
+        except ConnectionLost as error:
+            raise ProvisionError(f"there is no data service at {self.address}: {error}") from error
+        except PermissionError as error:
+            raise ProvisionError(f"the data service {error}") from error
         if before is not None:
             before.close()  # not sooner, or what still runs might end
 
@@ -107,13 +101,6 @@ class EmbeddedEngine:
     def is_left(self) -> bool:
         """True if :meth:`close` was called."""
         return self._lease is None
-
-    def joined(self) -> Connection:
-        """A new connection to the service, which is started if it does not run, and can be."""
-        try:
-            return processes.joined(self._connected, self._start, none_runs=EngineLost, seconds=self._seconds)
-        except EngineLost as error:
-            raise ProvisionError(f"there is no data service at {self.address}: {error}") from error
 
     def close(self) -> None:
         if self._lease is not None:
@@ -133,46 +120,27 @@ class EmbeddedEngine:
         if self._spec_fd is None:
             return False
         try:
-            started = processes.start(self._name, "fastensor.provision.embedded.server")
+            started = processes.start(self._name, "fastensor.provision.embedded.server", self._spec_fd)
         except (OSError, subprocess.SubprocessError) as error:
             raise ProvisionError(f"the data service cannot be started: {error}") from error
         self.has_started = self.has_started or started
         return started
 
-    def _connected(self) -> Connection:
-        """A new connection to the service, which has said hello, and knows what it serves.
+    def _said_hello(self, connection: Connection, greeting: Message) -> Connection:
+        """Note what the service says of itself. Keeps what it serves, so that this process, too, can start it again.
 
         Raises:
-            EngineLost: there is none.
+            ConnectionLost: it is no data service.
         """
-        with _Conversation():
-            connection = self._reached()
-            try:
-                hello = self._hello(_answer(connection, _ANSWER_SECONDS, Say.HELLO))
-                if self._spec_fd is not None and hello.facts is None:
-                    connection.send(Say.SPEC, fd=self._spec_fd)
-                    hello = self._hello(_answer(connection, _ANSWER_SECONDS, Say.HELLO))
-                if hello.facts is None:
-                    raise EngineLost("it was not told yet what to serve")
-            except BaseException:
-                connection.close()
-                raise
-            self._pid, self.facts = hello.pid, hello.facts
-            return connection
-
-    def _reached(self) -> Connection:
-        try:
-            return processes.reach(self._name)
-        except PermissionError as error:
-            raise ProvisionError(f"the data service {error}") from error
-
-    def _hello(self, message: Message) -> Hello:
-        """What the service says of itself. Keeps what it serves, so that this process, too, can start it again."""
-        if message.fd is not None and self._spec_fd is None:
-            self._keep(message.fd)
-        elif message.fd is not None:
-            os.close(message.fd)
-        return hello_of(message.body)
+        if greeting.fd is not None and self._spec_fd is None:
+            self._keep(greeting.fd)
+        elif greeting.fd is not None:
+            os.close(greeting.fd)
+        if not isinstance(greeting.content, Hello):
+            connection.close()
+            raise ConnectionLost(f"found a program that says {greeting.content!r}")
+        self._pid, self.facts = greeting.content
+        return connection
 
     def _keep(self, spec_fd: int) -> None:
         self._spec_fd = spec_fd
@@ -184,65 +152,58 @@ class EmbeddedFeed:
 
     Args:
         connection: to the server; it belongs to the feed.
-        said: the registration.
+        wanted: the loader.
         pid: of the server, which is killed if it hangs.
     """
 
-    def __init__(self, connection: Connection, said: tuple[Bytes, ...], *, pid: int) -> None:
+    def __init__(self, connection: Connection, wanted: Register, *, pid: int) -> None:
         self._connection = connection
         self._pid = pid
-        try:
-            with _Conversation():
-                connection.send(Say.REGISTER, *said)
-                answer = _answer(connection, _ANSWER_SECONDS, Say.READY)
-                assert answer.fd is not None
-                self._ring = RingReader(answer.fd, writable=True)
-                os.close(answer.fd)
-        except BaseException:
-            connection.close()
-            raise
+        with _conversation(connection):
+            connection.send(wanted)
+            answer = _answer(connection, processes.ANSWER_SECONDS, Ready)
+            assert answer.fd is not None
+            self._ring = RingReader(answer.fd, writable=True)
+            os.close(answer.fd)
 
     def start(self, start: Start) -> None:
-        with _Conversation(self._connection):
-            self._connection.send(Say.START, start_as_json(start))
+        with _conversation(self._connection):
+            self._connection.send(start)
 
     def pushed(self, seconds: float) -> Pushed | None:
-        with _Conversation(self._connection):
+        with _conversation(self._connection):
             while True:
                 message = self._connection.receive()
                 if message is not None:
-                    if message.kind != Say.STATUS:
+                    if not isinstance(message.content, Status):
                         return self._pushed(message)
                 elif not self._connection.wait(seconds):
                     self._check_health()
                     return None
 
     def credit(self, generation: int, taken: int, *, waited_seconds: float) -> None:
-        with _Conversation(self._connection):
-            dropped = np.array(self._ring.dropped(), np.int64)
-            self._connection.send(Say.CREDIT, CREDIT.pack(generation, taken, waited_seconds), as_bytes(dropped))
+        with _conversation(self._connection):
+            self._connection.send(Credit(generation, taken, waited_seconds, self._ring.dropped()))
 
     def close(self) -> None:
         self._connection.close()
 
     def _pushed(self, message: Message) -> Pushed:
-        generation, index, *numbers = BATCH.unpack_from(message.body)
-        slot, cost = Slot(*numbers[:3]), Cost(*numbers[3:])
-        if message.kind == Say.FAILED:
-            return Pushed(generation, index, memoryview(b""), cost, text_of(message, begin=BATCH.size))
-        if message.kind != Say.BATCH:
-            raise BadMessage(f"the server has sent a message of kind {message.kind}")
+        made: Made = message.content
+        content = memoryview(b"")
         if message.fd is not None:
             try:
-                return Pushed(generation, index, memoryview(mmap.mmap(message.fd, slot.nbytes)), cost)
+                content = memoryview(mmap.mmap(message.fd, made.slot.nbytes))
             finally:
                 os.close(message.fd)
-        return Pushed(generation, index, self._ring.view(slot), cost)
+        elif not made.failure:
+            content = self._ring.view(made.slot)
+        return Pushed(made.generation, made.number, content, made.cost, made.failure)
 
     def _check_health(self) -> None:
         """Ask the server for something that it answers at once. One that hangs is killed, or nobody could start
         another one."""
-        self._connection.send(Say.ASK)
+        self._connection.send(AskStatus())
         if not self._connection.wait(_HEALTH_SECONDS):
             with suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
@@ -262,45 +223,20 @@ def checked_address(address: str) -> str:
     )
 
 
-def _answer(connection: Connection, seconds: float, *expected: Say) -> Message:
-    """Wait for a message of a kind that is expected.
+def _answer(connection: Connection, seconds: float, expected: type[Any]) -> Message:
+    """Wait for an answer of the type that is expected.
 
     Raises:
         ProvisionError: the service refuses.
         ConnectionLost: there is no answer.
     """
-    deadline = time.monotonic() + seconds
-    while (message := connection.receive()) is None:
-        if not connection.wait(max(deadline - time.monotonic(), 0)):
-            raise ConnectionLost(f"there was no answer for {seconds:g} s")
-    if message.kind == Say.REFUSED:
-        raise ProvisionError(text_of(message))
-    if message.kind not in expected:
-        raise BadMessage(f"expected {expected}, found a message of kind {message.kind}")
+    message = connection.awaited(seconds)
+    if isinstance(message.content, Refused):
+        raise ProvisionError(message.content.reason)
+    if not isinstance(message.content, expected):
+        raise ConnectionLost(f"expected {expected.__name__}, found {message.content!r}")
     return message
 
 
-class _Conversation:
-    """A block that talks to a server, and whose lost connections are raised as :class:`EngineLost`.
-
-    No generator: since Python 3.12, an exception that a generator's context manager replaces is in a reference cycle
-    with the frames of all callers. So what they hold would stay, until Python's garbage collector runs, whenever a
-    service is started: the first attempt to reach it fails.
-
-    Args:
-        connection: closed by what interrupts the block: half a message may have come or gone.
-    """
-
-    def __init__(self, connection: Connection | None = None) -> None:
-        self._connection = connection
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None and self._connection is not None:
-            self._connection.close()
-        if isinstance(error, ConnectionLost | BadMessage | OSError):
-            raise EngineLost(str(error)) from error
+def _conversation(closes: Connection | None = None) -> Conversation:
+    return Conversation(lambda error: EngineLost(str(error)), closes)

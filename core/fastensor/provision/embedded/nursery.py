@@ -28,11 +28,10 @@ from contextlib import suppress
 from functools import partial
 from typing import NoReturn, Protocol
 
-import numpy as np
 import torch
 
 from fastensor.data.connection import Connection, ConnectionLost
-from fastensor.provision.embedded.protocol import FORKED, NUMBER, Say, as_bytes
+from fastensor.provision.embedded.protocol import Fork, Forked
 from fastensor.provision.embedded.spec import prepare
 
 _PR_SET_PDEATHSIG = 1
@@ -83,7 +82,7 @@ class NurseryProcess:
         self.awaited.update(places)
         if places:
             with suppress(ConnectionLost):
-                self.connection.send(Say.FORK, as_bytes(np.array([*places])))
+                self.connection.send(Fork([*places]))
 
     def end(self) -> int:
         """Kill it, unless it has ended. Returns the status with which it has ended, or minus a signal."""
@@ -116,13 +115,12 @@ def _run(connection: Connection, server_pid: int, main: Main, spec_fd: int, *, p
             _prepare(spec_fd)
         gc.freeze()  # so that workers share its memory
         while True:
-            while (message := connection.receive()) is None:
-                connection.wait()
-            assert message.kind == Say.FORK
-            for place in np.frombuffer(message.body, np.int64).tolist():
-                pid, endpoint = _fork(partial(main, place=place), server_pid, connection)
-                with endpoint:
-                    connection.send(Say.FORKED, FORKED.pack(pid, place), fd=endpoint.fileno())
+            connection.wait()
+            for message in connection.arrived():
+                for place in message.content.places:
+                    pid, endpoint = _fork(partial(main, place=place), server_pid, connection)
+                    with endpoint:
+                        connection.send(Forked(pid, place), fd=endpoint.fileno())
     except ConnectionLost:
         status = 0  # the server has ended
     except BaseException:  # noqa: BLE001  # it is printed, and the server starts another one
@@ -156,7 +154,7 @@ def _fork(main: Callable[[Connection], NoReturn], server_pid: int, connection: C
     if not between:
         pid = os.fork()
         if pid:
-            os.write(say, NUMBER.pack(pid))
+            os.write(say, b"%d" % pid)
             os._exit(0)
         try:
             os.close(adopt)
@@ -172,7 +170,7 @@ def _fork(main: Callable[[Connection], NoReturn], server_pid: int, connection: C
         os.close(fd)
     theirs.close()
     try:
-        (pid,) = NUMBER.unpack(os.read(said, NUMBER.size))
+        pid = int(os.read(said, 32))
     finally:
         os.close(said)
     return pid, ours

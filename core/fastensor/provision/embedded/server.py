@@ -18,260 +18,149 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import selectors
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from fastensor.data.connection import NO_ROOM, Connection, ConnectionLost, Message
+from fastensor.data.connection import Connection, ConnectionLost, Message
 from fastensor.data.plan import EpochPlan
-from fastensor.data.skipping import reason_of
-from fastensor.files.words import is_worth_a_line
+from fastensor.data.ring import NO_SLOT, Slot
+from fastensor.data.serving import LocalServer
 from fastensor.provision.embedded import worker
 from fastensor.provision.embedded.clients import Client
 from fastensor.provision.embedded.nursery import NurseryProcess, adopt_orphans
 from fastensor.provision.embedded.protocol import (
-    BATCH,
-    FORKED,
-    LOADER,
-    NUMBER,
-    BadMessage,
-    Say,
-    as_bytes,
-    done_of,
-    start_of,
-    text_of,
-    work_as_bytes,
+    AddLoader,
+    AskStatus,
+    Broken,
+    Credit,
+    ForgetLoader,
+    Hello,
+    Made,
+    Preload,
+    Register,
+    Status,
+    Store,
+    Stored,
 )
 from fastensor.provision.embedded.spec import facts_of
 from fastensor.provision.embedded.workers import WorkerProcess
-from fastensor.provision.engine import cost_of_batch
-from fastensor.provision.feeding import NO_SLOT, Stream, batches_from
+from fastensor.provision.engine import Cost, Start, cost_of_batch
+from fastensor.provision.feeding import Stream, batches_from
 from fastensor.provision.placement import Placement, placements, worker_cpus
 from fastensor.provision.tasks import Task, Tasks
 from fastensor.provision.work import Done
 
 _log = logging.getLogger(__name__)
-_FIRST_CLIENT_SECONDS = 60
-"""For how long the server waits for its first client: whoever has started it may have died."""
 _TASKS_PER_WORKER = 2
 """One is done, and one is waiting, so that the worker need not."""
-_FULL_SECONDS = 0.2
-"""How long to wait for room for who has connected, if nothing else comes."""
 
 
-class Server:
+class EmbeddedServer(LocalServer[Client]):
     """See the module.
 
     Args:
         listener: a Unix socket that listens. It belongs to the server.
+        spec_fd: what is served, see :mod:`fastensor.provision.embedded.spec`.
     """
 
-    def __init__(self, listener: socket.socket) -> None:
-        self._clients: dict[int, Client] = {}
-        """By number those that are connected."""
-        self._numbers = 0
-        self._dropped = 0
-        """Clients that have sent nonsense."""
+    def __init__(self, listener: socket.socket, spec_fd: int) -> None:
+        super().__init__(listener, Client)
         self._workers: list[WorkerProcess] = []
         self._replaced = 0
         """Workers that have ended."""
-        self._spec_fd: int | None = None
-        listener.setblocking(False)
-        self._listener = listener
-        self._is_full = False
-        """Whether clients wait for whom no descriptor is free. The socket is not listened to until the next round."""
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
-
-    def run(self) -> None:
-        """Serve until the last client has gone."""
-        seconds: float | None = _FIRST_CLIENT_SECONDS
-        had_clients = False  # a process of another user may knock first
-        while self._await_events(seconds) and (self._clients or not had_clients):
-            self._give_work()
-            had_clients = had_clients or bool(self._clients)
-            if had_clients:
-                seconds = None
-
-    def _await_events(self, seconds: float | None) -> bool:
-        """Do what has come. False if nothing has within ``seconds``, and there is no client."""
-        was_full = self._is_full
-        events = self._selector.select(_FULL_SECONDS if was_full else seconds)
-        if was_full:
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-            self._is_full = False
-        for key, _ in events:
-            if key.fd in self._selector.get_map():  # what came before may have ended this one
-                key.data()
-        return bool(events or was_full or self._clients)
-
-    # Clients
-
-    def _accept(self) -> None:
-        try:
-            endpoint, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in NO_ROOM:  # who has connected stays there, and would be reported again at once
-                self._selector.unregister(self._listener)
-                self._is_full = True
-            return  # or the client has gone
-        self._numbers += 1
-        client = Client(endpoint, self._numbers)
-        if client.connection.peer[1] != os.geteuid():
-            client.close()
-            return
-        self._clients[client.number] = client
-        self._selector.register(client.connection, selectors.EVENT_READ, partial(self._receive, client))
-        self._welcome(client)
-
-    def _welcome(self, client: Client) -> None:
-        """Tell a client what is served, if that is known."""
-        facts = None if self._spec_fd is None else self._facts
-        self._do_for(client, partial(client.say_hello, facts, self._spec_fd))
-
-    def _receive(self, client: Client) -> None:
-        try:
-            client.connection.flush()
-            while (message := client.connection.receive()) is not None:
-                self._obey(client, message)
-        except ConnectionLost:
-            self._drop(client)
-        except BadMessage as error:
-            self._dropped += 1
-            if is_worth_a_line(self._dropped):  # a program may send nonsense again and again
-                _log.warning("The data service has dropped a client, number %d: %s", self._dropped, reason_of(error))
-            self._drop(client)
-        else:
-            self._watch(client)
-
-    def _obey(self, client: Client, message: Message) -> None:
-        if (message.fd is None) == (message.kind == Say.SPEC):
-            if message.fd is not None:
-                os.close(message.fd)
-            raise BadMessage(f"a message of kind {message.kind} came with a descriptor, or without one")
-        match message.kind:
-            case Say.SPEC:
-                self._begin(client, message)
-            case Say.ASK:
-                self._do_for(client, partial(client.say_status, self._status()))
-            case _ if self._spec_fd is None:
-                raise BadMessage(f"a message of kind {message.kind} came before it was said what is served")
-            case Say.REGISTER:
-                self._do_for(client, partial(client.register, message.body))
-                for one in self._workers:
-                    self._introduce(client, one)
-            case Say.START:
-                start = start_of(message.body, self._facts.samples)
-                client.registered.begin(start, batches_from(start, self._tasks.orders))
-                self._tasks.start(start, self._plans)
-            case Say.PRELOAD:
-                self._tasks.start(start_of(message.body, self._facts.samples), self._plans)
-            case Say.CREDIT:
-                client.take_credit(message.body)
-            case _:
-                raise BadMessage(f"a message of kind {message.kind} came, which no client sends")
-
-    def _do_for(self, client: Client, send: Callable[[], None]) -> None:
-        """Send something to a client, which may be lost meanwhile."""
-        try:
-            send()
-        except ConnectionLost:
-            self._drop(client)
-        else:
-            self._watch(client)
-
-    def _watch(self, end: Client | WorkerProcess) -> None:
-        """Be told when the kernel takes more of what was not sent, if there is anything."""
-        if end.connection.fileno() < 0:
-            return  # it was closed meanwhile
-        key = self._selector.get_map().get(end.connection)
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if end.connection.unsent_nbytes else 0)
-        if key is not None and key.events != events:
-            self._selector.modify(end.connection, events, key.data)
-
-    def _drop(self, client: Client) -> None:
-        if self._clients.pop(client.number, None) is None:
-            return
-        self._selector.unregister(client.connection)
-        client.close()
-        if client.stream is not None:
-            self._tasks.left(self._streams)
-        for one in self._workers:
-            self._tell(one, Say.FORGET, NUMBER.pack(client.number))
-
-    # What is served
-
-    def _begin(self, client: Client, message: Message) -> None:
-        """Serve what a client says, unless another one has come first."""
-        assert message.fd is not None
-        if self._spec_fd is not None:
-            os.close(message.fd)
-            self._welcome(client)
-            return
-        self._facts, self._spec_fd = facts_of(message.fd), message.fd
+        self._spec_fd = spec_fd
+        self._facts = facts_of(spec_fd)
         self._tasks = Tasks(self._facts)
         self._slabs = _memory(self._facts.cache_nbytes)
         self._worker_cpus = worker_cpus(_placements(), self._facts.workers)
         self._start_nursery(range(self._facts.workers), prepares=True)
-        self._welcome(client)
+
+    def work(self) -> bool:
+        """Give work to workers, as long as there are both."""
+        while self._workers:
+            one = min(self._workers, key=lambda one: len(one.tasks))
+            if len(one.tasks) >= _TASKS_PER_WORKER:
+                break
+            task = self._tasks.next_batch(self._streams)
+            if task is None and not one.tasks:
+                task = self._tasks.next_preload()
+            if task is None:
+                break
+            one.tasks[task.number] = task
+            self._tell(one, self._tasks.work_of(task))
+        return False
+
+    # Clients
+
+    def greet(self, client: Client) -> None:
+        client.connection.send(Hello(os.getpid(), self._facts), fd=self._spec_fd)
+
+    def obey(self, client: Client, message: Message) -> None:
+        match message.content:
+            case AskStatus():
+                client.connection.send(Status(self._status()))
+            case Register() as wanted:
+                client.register(wanted)
+                for one in self._workers:
+                    self._introduce(client, one)
+            case Start() as start:
+                client.registered.begin(start, batches_from(start, self._tasks.orders))
+                self._tasks.start(start, self._plans)
+            case Preload(start):
+                self._tasks.start(start, self._plans)
+            case Credit() as credit:
+                client.take_credit(credit)
+            case other:
+                raise ConnectionLost(f"it sent {other!r}")
+
+    def dropped(self, client: Client) -> None:
+        if client.stream is not None:
+            self._tasks.left(self._streams)
+        for one in self._workers:
+            self._tell(one, ForgetLoader(client.number))
 
     def _status(self) -> dict[str, Any]:
         """What the service does, for people and monitors."""
-        loaders = [client.status() for client in self._clients.values() if client.stream is not None]
-        found: dict[str, Any] = {"pid": os.getpid(), "clients": len(self._clients), "loaders": loaders}
-        if self._spec_fd is not None:
-            workers = [{"pid": one.pid, "tasks": len(one.tasks)} for one in self._workers]
-            found |= {"nursery": self._nursery.pid, "workers": workers, "workers_replaced": self._replaced}
-            found |= self._tasks.status()
-        return found
+        return {
+            "pid": os.getpid(),
+            "clients": len(self.clients),
+            "loaders": [client.status() for client in self.clients.values() if client.stream is not None],
+            "nursery": self._nursery.pid,
+            "workers": [{"pid": one.pid, "tasks": len(one.tasks)} for one in self._workers],
+            "workers_replaced": self._replaced,
+            **self._tasks.status(),
+        }
 
     # Workers
 
     @property
     def _streams(self) -> list[Stream]:
         """Of all loaders."""
-        return [client.stream for client in self._clients.values() if client.stream is not None]
+        return [client.stream for client in self.clients.values() if client.stream is not None]
 
     @property
     def _plans(self) -> list[EpochPlan]:
         """Plans of all loaders that have begun."""
         return [stream.plan for stream in self._streams if stream.plan is not None]
 
-    def _give_work(self) -> None:
-        """Give work to workers, as long as there are both."""
-        while self._workers:
-            one = min(self._workers, key=lambda one: len(one.tasks))
-            if len(one.tasks) >= _TASKS_PER_WORKER:
-                return
-            ready = (
-                client.stream for client in self._clients.values() if client.stream is not None and not client.is_behind
-            )
-            task = self._tasks.next_batch(ready)
-            if task is None and not one.tasks:
-                task = self._tasks.next_preload()
-            if task is None:
-                return
-            one.tasks[task.number] = task
-            self._tell(one, Say.TASK, *work_as_bytes(self._tasks.work_of(task)))
-
     def _start_nursery(self, places: Collection[int], *, prepares: bool) -> None:
         """Start the process that makes workers, and ask it for those of some places."""
-        assert self._spec_fd is not None
         main = partial(
             worker.main, spec_fd=self._spec_fd, slabs=self._slabs, seed=self._facts.seed, cpus=self._worker_cpus
         )
         self._nursery = NurseryProcess(main, self._spec_fd, prepares=prepares)
-        self._selector.register(self._nursery.connection, selectors.EVENT_READ, self._hear_nursery)
+        self.listen(self._nursery.connection, self._hear_nursery)
         self._nursery.ask(places)
 
     def _hear_nursery(self) -> None:
         try:
-            while (message := self._nursery.connection.receive()) is not None:
+            for message in self._nursery.connection.arrived():
                 assert message.fd is not None
-                pid, place = FORKED.unpack(message.body)
+                pid, place = message.content
                 self._nursery.awaited.remove(place)
                 self._nursery.has_forked = True
                 self._start_worker(WorkerProcess(pid, place, Connection(socket.socket(fileno=message.fd))))
@@ -285,7 +174,7 @@ class Server:
             RuntimeError: this one has not prepared itself, was asked for workers, and has made none either.
         """
         gone = self._nursery
-        self._selector.unregister(gone.connection)
+        self.ignore(gone.connection)
         status = gone.end()
         has_failed = bool(gone.awaited) and not gone.has_forked
         if has_failed and not gone.prepares:
@@ -304,44 +193,40 @@ class Server:
 
     def _start_worker(self, one: WorkerProcess) -> None:
         self._workers.append(one)
-        self._selector.register(one.connection, selectors.EVENT_READ, partial(self._hear, one))
-        for client in self._clients.values():
+        self.listen(one.connection, partial(self._hear, one))
+        for client in self.clients.values():
             self._introduce(client, one)
 
     def _introduce(self, client: Client, one: WorkerProcess) -> None:
         """Tell a worker of a loader."""
         if client.stream is not None and not client.stream.is_gone:
-            head = LOADER.pack(client.number, client.stream.registration.on_error == "skip")
-            self._tell(one, Say.LOADER, head, client.pickled, fd=client.stream.ring.fd)
+            added = AddLoader(client.number, client.collate_fn, client.stream.registration.on_error)
+            self._tell(one, added, fd=client.stream.ring.fd)
 
-    def _tell(self, one: WorkerProcess, kind: Say, *parts: Any, fd: int | None = None) -> None:
+    def _tell(self, one: WorkerProcess, content: object, *, fd: int | None = None) -> None:
         """Send something to a worker. One that has ended is found when it is listened to."""
-        try:
-            one.connection.send(kind, *parts, fd=fd)
-        except ConnectionLost:
-            return
-        self._watch(one)
+        with suppress(ConnectionLost):
+            one.connection.send(content, fd=fd)
+            self.watch(one.connection)
 
     def _hear(self, one: WorkerProcess) -> None:
         try:
-            one.connection.flush()
-            while (message := one.connection.receive()) is not None:
+            for message in one.connection.arrived():
                 self._note(one, message)
+            self.watch(one.connection)
         except ConnectionLost:
             self._replace(one)
-        else:
-            self._watch(one)
 
     def _note(self, one: WorkerProcess, message: Message) -> None:
-        match message.kind:
-            case Say.DONE:
-                self._done(one, done_of(message.body), message.fd)
-            case Say.STORED:
-                self._tasks.written(one.writing.pop(*NUMBER.unpack(message.body)))
-            case Say.BROKEN:
-                task = one.tasks.pop(*NUMBER.unpack_from(message.body))
+        match message.content:
+            case Done() as done:
+                self._done(one, done, message.fd)
+            case Stored(number):
+                self._tasks.written(one.writing.pop(number))
+            case Broken(number, text):
+                task = one.tasks.pop(number)
                 self._tasks.finished(task)
-                self._fail(task, text_of(message, begin=NUMBER.size))
+                self._fail(task, text)
 
     def _done(self, one: WorkerProcess, done: Done, fd: int | None) -> None:
         task = one.tasks.pop(done.number)
@@ -351,34 +236,34 @@ class Server:
         offsets = self._tasks.done(task, done)
         if len(offsets):
             one.writing[task.number] = task
-            self._tell(one, Say.STORE, NUMBER.pack(task.number), as_bytes(offsets))
+            self._tell(one, Store(task.number, offsets))
 
     def _push(self, task: Task, done: Done, fd: int | None) -> None:
         """Send a batch to its client, if that is still there."""
-        client = self._clients.get(task.stream.number) if task.stream is not None else None
+        client = self.clients.get(task.stream.number) if task.stream is not None else None
         if task.batch is None or client is None:
             return
         seconds = time.monotonic() - task.begun_seconds
         slot = client.registered.made(task.slot, done.nbytes, is_in_slot=fd is None, seconds=seconds)
         hits = int((task.offsets >= 0).sum()) - len(done.lost)
         cost = cost_of_batch(len(task.positions), hits, int(done.lengths.sum()), done.skipped)
-        self._do_for(client, partial(client.push, task.batch, slot, cost, fd))
+        self.do_for(client, partial(client.push, task.batch, slot, cost, fd))
 
     def _fail(self, task: Task, text: str) -> None:
         """Tell a loader why a batch cannot be made. If samples could not be read for the cache, they are not read ahead
         again, and the loader that needs them will be told."""
         if task.batch is None:
             self._tasks.stock.not_readable(task.positions)
-        client = self._clients.get(task.stream.number) if task.stream is not None else None
+        client = self.clients.get(task.stream.number) if task.stream is not None else None
         if task.batch is None or client is None:
             return
         client.registered.free(task.slot)
-        said = BATCH.pack(task.batch.generation, task.batch.index, NO_SLOT, *[0] * 6)
-        self._do_for(client, partial(client.connection.send, Say.FAILED, said, text.encode()))
+        failed = Made(task.batch.generation, task.batch.index, Slot(NO_SLOT, 0, 0), Cost(0, 0, 0), text)
+        self.do_for(client, partial(client.connection.send, failed))
 
     def _replace(self, one: WorkerProcess) -> None:
         """A worker has ended: start another one, and have done again what it was doing."""
-        self._selector.unregister(one.connection)
+        self.ignore(one.connection)
         self._workers.remove(one)
         status = one.end()
         self._replaced += 1
@@ -412,12 +297,13 @@ def _placements() -> dict[str, Placement]:
         return {}
 
 
-def main(fd: int) -> None:
+def main(fd: int, spec_fd: int) -> None:
     """Run in a process of its own, and end it.
 
     Args:
         fd: the socket that listens.
+        spec_fd: what is served.
     """
     adopt_orphans()
-    Server(socket.socket(fileno=fd)).run()
+    EmbeddedServer(socket.socket(fileno=fd), spec_fd).run()
     os._exit(0)  # the interpreter would take longer to take torch apart than most services to end

@@ -6,17 +6,15 @@ service has been imported there, as ``multiprocessing`` does it (``spawn``).
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import fields
 from multiprocessing import process, spawn
 from typing import Any
 
-from fastensor.provision.embedded.protocol import NUMBER, json_of
 from fastensor.provision.engine import Facts
 from fastensor.provision.making import Contents
 from fastensor.provision.pickling import pickling
@@ -26,7 +24,10 @@ _NOT_FOR_WORKERS = ("authkey", "name", "start_method")
 
 
 def packed(facts: Facts, contents: Contents) -> int:
-    """Returns a descriptor of the spec, which belongs to the caller.
+    """Three pickles: the facts, how ``multiprocessing`` prepares a process, and the contents.
+
+    Returns:
+        a descriptor of the spec, which belongs to the caller.
 
     Raises:
         ProvisionError: something cannot be pickled.
@@ -34,12 +35,11 @@ def packed(facts: Facts, contents: Contents) -> int:
     preparation = spawn.get_preparation_data("fastensor-worker")
     for name in _NOT_FOR_WORKERS:
         preparation.pop(name, None)
-    head = json.dumps(asdict(facts)).encode()
     fd = os.memfd_create("fastensor-spec", os.MFD_CLOEXEC)
     advice = "Functions have to be defined at the top of a module, and the source may hold no open files or locks"
     try:
         with os.fdopen(os.dup(fd), "wb") as file, pickling("the source, or a transform,", advice):
-            file.write(NUMBER.pack(len(head)) + head)
+            pickle.dump(facts, file)
             pickle.dump(preparation, file)
             pickle.dump([getattr(contents, field.name) for field in fields(Contents)], file, protocol=5)
     except BaseException:
@@ -50,28 +50,29 @@ def packed(facts: Facts, contents: Contents) -> int:
 
 def facts_of(fd: int) -> Facts:
     """The facts of a spec."""
-    (nbytes,) = NUMBER.unpack(os.pread(fd, NUMBER.size, 0))
-    return Facts(**json_of(memoryview(os.pread(fd, nbytes, NUMBER.size))))
+    with _pickles_of(fd) as memory:
+        found: Facts = pickle.load(memory)
+        return found
 
 
 def prepare(fd: int) -> None:
     """Become like the process that has packed a spec: import its script. It is imported once in a process."""
     with _pickles_of(fd) as memory:
+        pickle.load(memory)
         _prepare(pickle.load(memory))
 
 
 def contents_of(fd: int) -> Contents:
     """The user's objects, in a process that was made for them, and is prepared."""
     with _pickles_of(fd) as memory:
+        pickle.load(memory)
         _prepare(pickle.load(memory))
         return Contents(*pickle.load(memory))
 
 
 @contextmanager
 def _pickles_of(fd: int) -> Iterator[mmap.mmap]:
-    (nbytes,) = NUMBER.unpack(os.pread(fd, NUMBER.size, 0))
     with mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ) as memory:
-        memory.seek(NUMBER.size + nbytes)
         yield memory
 
 

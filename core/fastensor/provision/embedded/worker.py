@@ -17,10 +17,11 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from fastensor.data.coalescing import Integers
 from fastensor.data.connection import Connection, ConnectionLost, Message
 from fastensor.data.skipping import OnError
 from fastensor.provision import encoding
-from fastensor.provision.embedded.protocol import LOADER, NUMBER, Say, done_as_bytes, work_of
+from fastensor.provision.embedded.protocol import AddLoader, Broken, ForgetLoader, Store, Stored
 from fastensor.provision.embedded.spec import contents_of
 from fastensor.provision.making import Contents, MadeBatch, Sample, found_samples, made_batch, read_samples
 from fastensor.provision.placement import pin_to
@@ -30,9 +31,9 @@ from fastensor.provision.work import Done, Work
 class Loader:
     """A worker's record of a loader: its collate function, its ring, and the treatment of broken samples."""
 
-    def __init__(self, pickled: bytes, ring_fd: int, on_error: OnError) -> None:
-        self.on_error = on_error
-        self._pickled = pickled
+    def __init__(self, added: AddLoader, ring_fd: int) -> None:
+        self.on_error: OnError = added.on_error
+        self._pickled = added.collate_fn
         self._collate_fn: Callable[[list[Any]], Any] | None = None
         self.ring = memoryview(mmap.mmap(ring_fd, os.fstat(ring_fd).st_size))
         os.close(ring_fd)
@@ -68,28 +69,25 @@ class Worker:
     def run(self) -> None:
         """Obey the server until it ends."""
         while True:
-            while (message := self._connection.receive()) is None:
-                self._connection.wait()
-            self._obey(message)
+            self._connection.wait()
+            for message in self._connection.arrived():
+                self._obey(message)
 
     def _obey(self, message: Message) -> None:
-        match message.kind:
-            case Say.LOADER:
+        match message.content:
+            case AddLoader() as added:
                 assert message.fd is not None
-                number, skips = LOADER.unpack_from(message.body)
-                on_error: OnError = "skip" if skips else "raise"
-                self._loaders[number] = Loader(bytes(message.body[LOADER.size :]), message.fd, on_error)
-            case Say.FORGET:
-                self._loaders.pop(NUMBER.unpack(message.body)[0], None)
-            case Say.STORE:
-                self._store(message.body)
-            case Say.TASK:
-                work = work_of(message.body)
+                self._loaders[added.number] = Loader(added, message.fd)
+            case ForgetLoader(number):
+                self._loaders.pop(number, None)
+            case Store(task, offsets):
+                self._store(task, offsets)
+            case Work() as work:
                 try:
                     self._do(work)
                 except Exception:  # noqa: BLE001  # whatever it is, the trainer is told
-                    text = traceback.format_exc().encode(errors="replace")
-                    self._connection.send(Say.BROKEN, NUMBER.pack(work.number), text)
+                    text = traceback.format_exc().encode(errors="replace").decode()
+                    self._connection.send(Broken(work.number, text))
 
     def _do(self, work: Work) -> None:
         # of what is read ahead, all that can be read is kept
@@ -111,7 +109,7 @@ class Worker:
             made.skipped if made is not None else 0,
         )
         try:
-            self._connection.send(Say.DONE, *done_as_bytes(done), fd=fd)
+            self._connection.send(done, fd=fd)
         finally:
             if fd is not None:
                 os.close(fd)
@@ -137,13 +135,11 @@ class Worker:
             return encoded.nbytes, None
         return encoded.nbytes, _memory_with(encoded)
 
-    def _store(self, body: memoryview) -> None:
-        (number,) = NUMBER.unpack_from(body)
-        offsets = np.frombuffer(body[NUMBER.size :], np.int64).tolist()
-        for offset, sample in zip(offsets, self._to_be_stored.pop(number), strict=True):
+    def _store(self, task: int, offsets: Integers) -> None:
+        for offset, sample in zip(offsets.tolist(), self._to_be_stored.pop(task), strict=True):
             if offset >= 0:
                 self._slabs[offset : offset + len(sample)] = sample
-        self._connection.send(Say.STORED, NUMBER.pack(number))
+        self._connection.send(Stored(task))
 
     def _loaded(self) -> Contents:
         if self._contents is None:

@@ -25,8 +25,6 @@ from fastensor.provision.ray.names import NAMESPACE
 
 _MODE_VARIABLE = "RAY_AUTH_MODE"
 """By which Ray is told whether to ask for a token."""
-_START_SECONDS = 60
-"""For how long Ray may take to start on this machine."""
 
 
 class Membership:
@@ -189,7 +187,7 @@ def _check_access(address: str) -> None:
         _check_host(host)
     asks = ray.remote(num_cpus=0)(is_token_auth_enabled)
     with _in_words(f"the cluster of Ray at {address} does not say whether it has authentication"):
-        if not ray.get(asks.remote(), timeout=_START_SECONDS):
+        if not ray.get(asks.remote(), timeout=processes.ANSWER_SECONDS):
             raise _open_to(hosts[0])
 
 
@@ -231,28 +229,14 @@ def _numbers_of(host: str) -> set[str]:
 def _local(name: str) -> tuple[str, Connection]:
     """The address of a Ray of this machine alone, and a connection to the process that keeps it. See
     :mod:`fastensor.provision.ray.keeper`."""
-    address = ""
-
-    def connect() -> Connection:
-        nonlocal address
-        keeper = processes.reach(name)
+    with _in_words("Ray cannot be started on this machine"):
         try:
-            while (message := keeper.receive()) is None:
-                if not keeper.wait(_START_SECONDS):
-                    raise TimeoutError(f"it has not started within {_START_SECONDS} s")
+            keeper, greeting = processes.joined(
+                name, lambda: processes.start(name, "fastensor.provision.ray.keeper"), processes.ANSWER_SECONDS
+            )
         except ConnectionLost as error:
             raise ConnectionError(f"it has ended: {error}") from error
-        address = bytes(message.body).decode()
-        return keeper
-
-    with _in_words("Ray cannot be started on this machine"):
-        keeper = processes.joined(
-            connect,
-            lambda: processes.start(name, "fastensor.provision.ray.keeper"),
-            none_runs=OSError,
-            seconds=_START_SECONDS,
-        )
-    return address, keeper
+    return greeting.content, keeper
 
 
 @contextmanager
