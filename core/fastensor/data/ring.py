@@ -49,6 +49,28 @@ def _units(nbytes: int) -> int:
     return max(aligned(nbytes) // ALIGNMENT, 1)
 
 
+def shared_memory(name: str, nbytes: int) -> tuple[int, memoryview]:
+    """Memory for several processes, which the kernel provides as it is first used, and frees with the last of them.
+
+    Args:
+        name: says in ``/proc`` what it is for.
+
+    Returns:
+        a descriptor, which belongs to the caller, and the bytes.
+
+    Raises:
+        OSError: there is no memory.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        return fd, memoryview(mmap.mmap(fd, nbytes))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
 class Slot(NamedTuple):
     """Extent of bytes in a ring. The writer sends this to the reader."""
 
@@ -73,13 +95,10 @@ class RingWriter:
         self._lent: dict[int, tuple[int, int]] = {}
         """By the sequence number of each slot in use its beginning and its length, in units of ``ALIGNMENT``."""
         self._placed = 0
-        self.fd = os.memfd_create("fastensor-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd, self._bytes = shared_memory("fastensor-ring", nbytes)
         """The memory, to be sent to the reader. It belongs to this object."""
         self.close = weakref.finalize(self, os.close, self.fd)
         """Give up the descriptor. The memory stays while the reader, or a view, uses it."""
-        os.ftruncate(self.fd, nbytes)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-        self._bytes = memoryview(mmap.mmap(self.fd, nbytes))
 
     @property
     def used_nbytes(self) -> int:

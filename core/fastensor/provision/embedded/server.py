@@ -16,7 +16,6 @@ Workers are forked from a process that has imported the user's script once for a
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import socket
 import time
@@ -27,7 +26,7 @@ from typing import Any
 
 from fastensor.data.connection import Connection, ConnectionLost, Message
 from fastensor.data.plan import EpochPlan
-from fastensor.data.ring import NO_SLOT, Slot
+from fastensor.data.ring import NO_SLOT, Slot, shared_memory
 from fastensor.data.serving import LocalServer
 from fastensor.provision.embedded import worker
 from fastensor.provision.embedded.clients import Client
@@ -75,7 +74,8 @@ class EmbeddedServer(LocalServer[Client]):
         self._spec_fd = spec_fd
         self._facts = facts_of(spec_fd)
         self._tasks = Tasks(self._facts)
-        self._slabs = _memory(self._facts.cache_nbytes)
+        slabs_fd, self._slabs = shared_memory("fastensor-cache", max(self._facts.cache_nbytes, 1))
+        os.close(slabs_fd)  # workers, which are forked, have the memory
         self._worker_cpus = worker_cpus(_placements(), self._facts.workers)
         self._start_nursery(range(self._facts.workers), prepares=True)
 
@@ -276,16 +276,6 @@ class EmbeddedServer(LocalServer[Client]):
             elif not self._tasks.killed(task):
                 self._fail(task, f"{task.attempts} workers have ended while they made it, the last one with {status}")
         self._nursery.ask([one.place])
-
-
-def _memory(nbytes: int) -> memoryview:
-    """Memory that forked processes share. The kernel provides it as it is first used."""
-    fd = os.memfd_create("fastensor-cache", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, max(nbytes, 1))
-        return memoryview(mmap.mmap(fd, max(nbytes, 1)))
-    finally:
-        os.close(fd)
 
 
 def _placements() -> dict[str, Placement]:

@@ -19,6 +19,7 @@ import torch
 
 from fastensor.data.coalescing import Integers
 from fastensor.data.connection import Connection, ConnectionLost, Message
+from fastensor.data.ring import shared_memory
 from fastensor.data.skipping import OnError
 from fastensor.provision import encoding
 from fastensor.provision.embedded.protocol import AddLoader, Broken, ForgetLoader, Store, Stored
@@ -133,7 +134,9 @@ class Worker:
             ring = self._loaders[work.loader].ring
             encoded.write_into(ring[work.slot_offset : work.slot_offset + encoded.nbytes])
             return encoded.nbytes, None
-        return encoded.nbytes, _memory_with(encoded)
+        fd, memory = shared_memory("fastensor-batch", encoded.nbytes)
+        encoded.write_into(memory)
+        return encoded.nbytes, fd
 
     def _store(self, task: int, offsets: Integers) -> None:
         for offset, sample in zip(offsets.tolist(), self._to_be_stored.pop(task), strict=True):
@@ -173,16 +176,3 @@ def main(
         traceback.print_exc()
     finally:
         os._exit(status)
-
-
-def _memory_with(encoded: encoding.Encoded) -> int:
-    """Memory without a name that holds an encoded value."""
-    fd = os.memfd_create("fastensor-batch", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, encoded.nbytes)
-        with mmap.mmap(fd, encoded.nbytes) as memory, memoryview(memory) as view:
-            encoded.write_into(view)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
