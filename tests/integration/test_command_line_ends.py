@@ -151,7 +151,7 @@ def test_wrong_flags_of_the_launcher_end_with_2(flag: str) -> None:
 
 
 def test_status_without_a_service_says_how_there_is_one(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastensor.cli.services._keepers", lambda: iter(()))
+    monkeypatch.setattr("fastensor.cli.services._supervisors", lambda: iter(()))
     for command in ("status", "down"):
         status, _, err = command_line(capsys, "provision", command)
         assert status == 1

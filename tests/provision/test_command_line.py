@@ -112,10 +112,10 @@ def test_who_connects_and_says_nothing_holds_nobody_up(
     up: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = up("--cache", "1MiB", "--name", f"{os.getpid()}-silent")
-    silent = [keeper for _ in range(3) for keeper, kept in services._keepers() if kept == address]
+    silent = [supervisor for _ in range(3) for supervisor, kept in services._supervisors() if kept == address]
     assert len(silent) == 3
     assert command_line(capsys, "provision", "down", address) == (0, "", "")
-    assert all(keeper.wait(0) for keeper in silent)
+    assert all(supervisor.wait(0) for supervisor in silent)
 
 
 class Kept:
@@ -129,40 +129,40 @@ class Kept:
 
 
 @pytest.fixture
-def keep(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Thread, services._Keeper]:
+def keep(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Thread, services._Supervisor]:
     """An address that is kept, the thread that keeps it, and what has the connections that it leaves open."""
     monkeypatch.setattr(services, "_PREFIX", f"fastensor-kept-{os.getpid()}-")  # no other test connects
     service: Any = Kept(request.function.__name__)
-    keeper = services._Keeper(service.address)
-    thread = Thread(target=keeper.keep, args=[service], daemon=True)
+    supervisor = services._Supervisor(service.address)
+    thread = Thread(target=supervisor.keep, args=[service], daemon=True)
     thread.start()
-    return service.address, thread, keeper
+    return service.address, thread, supervisor
 
 
-def keeper_of(address: str) -> Connection:
-    return next(keeper for keeper, kept in services._keepers() if kept == address)
+def supervisor_of(address: str) -> Connection:
+    return next(supervisor for supervisor, kept in services._supervisors() if kept == address)
 
 
-def is_lost(keeper: Connection) -> bool:
+def is_lost(supervisor: Connection) -> bool:
     """Whether the other end has been closed."""
-    assert keeper.wait(SECONDS)
+    assert supervisor.wait(SECONDS)
     try:
-        keeper.receive()
+        supervisor.receive()
     except ConnectionLost:
         return True
     return False
 
 
-def test_all_who_want_a_service_to_end_wait_until_it_was_left(keep: tuple[str, Thread, services._Keeper]) -> None:
-    address, thread, keeper = keep
-    one, other = keeper_of(address), keeper_of(address)
+def test_all_who_want_a_service_to_end_wait_until_it_was_left(keep: tuple[str, Thread, services._Supervisor]) -> None:
+    address, thread, supervisor = keep
+    one, other = supervisor_of(address), supervisor_of(address)
     one.send("end")
     thread.join(SECONDS)
     assert not thread.is_alive()
     other.send("end")
     assert not one.wait(0)
     assert not other.wait(0)
-    keeper.close()
+    supervisor.close()
     assert is_lost(one)
     assert is_lost(other)
 

@@ -20,7 +20,7 @@ from fastensor.data.plan import EpochPlan
 from fastensor.provision.embedded.client import EmbeddedEngine
 from fastensor.provision.embedded.spec import packed
 from fastensor.provision.engine import Engine, EngineLost, Facts, Registration, Start
-from fastensor.provision.making import Contents
+from fastensor.provision.making import UserObjects
 from fastensor.provision.sources import Source
 from fastensor.testing import ProvisionTests
 from fastensor.testing.provision import MANY, SAMPLES, CountedSource, StartEngine, take
@@ -41,7 +41,7 @@ class TestEmbedded(ProvisionTests):
             after_cache: Callable[[Any], Any] | None = None,
         ) -> Engine:
             facts = Facts(len(source), source.fingerprint(), cache_nbytes, workers=2)
-            spec_fd = packed(facts, Contents(source, before_cache, after_cache))
+            spec_fd = packed(facts, UserObjects(source, before_cache, after_cache))
             engines.append(EmbeddedEngine(f"local:conformance-{os.getpid()}-{next(NUMBERS)}", spec_fd=spec_fd))
             return engines[-1]
 

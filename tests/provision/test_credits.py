@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastensor.provision.credits import CONGESTION, FIRST, REMEMBERED, Pace, most_within, size_class, turn
+from fastensor.provision.credits import CONGESTION, FIRST, REMEMBERED, ClientPace, most_within, size_class, turn
 
 NBYTES = 1 << 20
 
@@ -22,7 +22,7 @@ class Client:
 
     compute: Callable[[int], float]
     nbytes: int = NBYTES
-    pace: Pace = field(default_factory=Pace)
+    pace: ClientPace = field(default_factory=ClientPace)
     ahead: int = 0
     """Batches in the making, or waiting."""
     ready: int = 0
@@ -148,7 +148,7 @@ def test_a_slow_client_does_not_hold_up_others_of_an_overloaded_service() -> Non
 
 
 def test_each_size_is_measured_by_itself() -> None:
-    pace = Pace()
+    pace = ClientPace()
     for step in range(10):
         pace = pace.taken(at=0.1 * step).made(nbytes=1 << 10, seconds=0.01).made(nbytes=4 << 20, seconds=0.45)
     assert pace.needed(1 << 10) == 2
@@ -158,14 +158,14 @@ def test_each_size_is_measured_by_itself() -> None:
 
 
 def test_what_waits_for_workers_does_not_count_as_work() -> None:
-    pace = Pace().made(nbytes=NBYTES, seconds=0.1)
+    pace = ClientPace().made(nbytes=NBYTES, seconds=0.1)
     for _ in range(20):
         pace = pace.made(nbytes=NBYTES, seconds=10.0)
     assert pace.seconds_for(NBYTES) == pytest.approx(0.1 * CONGESTION)
 
 
 def test_old_measurements_are_forgotten() -> None:
-    pace = Pace().made(nbytes=NBYTES, seconds=1e-6).taken(at=0.0)
+    pace = ClientPace().made(nbytes=NBYTES, seconds=1e-6).taken(at=0.0)
     for step in range(REMEMBERED):
         pace = pace.made(nbytes=NBYTES, seconds=0.5).taken(at=1.0 + step)
     assert pace.seconds_for(NBYTES) == 0.5
@@ -173,9 +173,9 @@ def test_old_measurements_are_forgotten() -> None:
 
 
 def test_nothing_is_known_at_first() -> None:
-    assert Pace().needed(NBYTES) == Pace().taken(at=1.0).needed(NBYTES) == FIRST
-    assert Pace().made(nbytes=1, seconds=100.0).needed(NBYTES) == FIRST
-    assert Pace().seconds_for(1) is None
+    assert ClientPace().needed(NBYTES) == ClientPace().taken(at=1.0).needed(NBYTES) == FIRST
+    assert ClientPace().made(nbytes=1, seconds=100.0).needed(NBYTES) == FIRST
+    assert ClientPace().seconds_for(1) is None
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=40), st.floats(0.001, 200))

@@ -31,7 +31,7 @@ from provision.rays import local_ray
 from fastensor.data import EpochPlan
 from fastensor.provision import DataService, ProvisionError
 from fastensor.provision.engine import Engine, Facts
-from fastensor.provision.making import Contents
+from fastensor.provision.making import UserObjects
 from fastensor.provision.ray import names
 from fastensor.provision.ray.client import RayEngine, joined
 from fastensor.provision.sources import Source
@@ -82,8 +82,8 @@ def engines_of(servers: int, names: Callable[[], str]) -> Iterator[StartEngine]:
         after_cache: Callable[[Any], Any] | None = None,
     ) -> Engine:
         facts = Facts(len(source), source.fingerprint(), cache_nbytes, workers=servers)
-        contents = Contents(source, before_cache, after_cache)
-        engines.append(joined(facts, contents, names(), address="", keeper="none"))
+        contents = UserObjects(source, before_cache, after_cache)
+        engines.append(joined(facts, contents, names(), address="", local_ray="none"))
         return engines[-1]
 
     yield start
@@ -99,7 +99,7 @@ class OnRay(ProvisionTests):
         import ray
 
         assert isinstance(engine, RayEngine)
-        for actor in (engine._manager, *engine._servers):
+        for actor in (engine._supervisor, *engine._servers):
             ray.kill(actor)
 
 
@@ -423,33 +423,33 @@ def test_ranks_share_a_ray_of_this_machine_which_ends_with_the_last_one(folder: 
     wait_until(lambda: not {name for name in set(os.listdir("/dev/shm")) - before if "plasma" in name})
 
 
-def keepers(job: str) -> list[int]:
+def local_rays(job: str) -> list[int]:
     """The processes that keep a Ray for a job."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if b"fastensor.provision.ray.keeper" in (process / "cmdline").read_bytes():
+            if b"fastensor.provision.ray.local_ray" in (process / "cmdline").read_bytes():
                 found += [int(process.name)] * (job.encode() in (process / "environ").read_bytes())
     return found
 
 
 @pytest.mark.torture
 def test_a_ray_of_this_machine_that_is_killed_is_started_again(folder: Path, temporary: str) -> None:
-    job = f"keeper-{os.getpid()}"
+    job = f"local-ray-{os.getpid()}"
     environment = {"FASTENSOR_DATA_SERVICE": job, "RAY_AUTH_TOKEN": secrets.token_hex(), "TMPDIR": temporary}
     with Program("-c", RANK, folder, 0, *sys.path, provision=True, **environment) as rank:
         found = [int(number) for _ in range(2) for number in rank.stdout.readline().split()]
         pids = [*map(int, rank.stdout.readline().split())]
-        (keeper,) = keepers(job)
-        os.kill(keeper, signal.SIGKILL)
-        assert all(map(has_ended, [keeper, *pids]))
+        (local_ray,) = local_rays(job)
+        os.kill(local_ray, signal.SIGKILL)
+        assert all(map(has_ended, [local_ray, *pids]))
         rank.stdin.write("\n")
         out, err = rank.communicate()
     assert rank.returncode == 0, err
     found += [int(number) for number in out.split()]
     order = EpochPlan(N, seed=1, batch_size=4, world_size=2)
     assert found == [number for batch in order.batches(0) for number in batch.tolist()]
-    wait_until(lambda: not keepers(job))
+    wait_until(lambda: not local_rays(job))
 
 
 @pytest.mark.torture

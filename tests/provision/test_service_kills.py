@@ -22,7 +22,7 @@ from provision.datasets import Killing, Numbers, logged, reads_in
 from fastensor.data import EpochPlan, processes
 from fastensor.data.connection import Connection
 from fastensor.provision import DataService, ProvisionError
-from fastensor.provision.embedded.nursery import NurseryProcess
+from fastensor.provision.embedded.forkserver import ForkServer
 
 N = 60
 
@@ -84,7 +84,7 @@ def test_a_killed_server_is_started_again_and_no_sample_is_lost(
         for number, pair in enumerate(zip(*loaders, strict=True)):
             found += ids(pair)
             if number == 2:
-                pids = [*workers_of(service, 2), service.status()["nursery"]]
+                pids = [*workers_of(service, 2), service.status()["forkserver"]]
                 os.kill(service.status()["pid"], signal.SIGKILL)
                 assert all(map(has_ended, pids))
                 seconds.append(-time.monotonic())
@@ -143,15 +143,15 @@ def test_damaged_samples_are_read_again(service: DataService, folder: Path) -> N
     assert sum(reads_in(folder).values()) > N
 
 
-def test_a_nursery_that_is_killed_is_replaced(service: DataService) -> None:
+def test_a_forkserver_that_is_killed_is_replaced(service: DataService) -> None:
     loader, found = service.loader(4, seed=1), []
     for number, batch in enumerate(loader):
         found += batch["id"].tolist()
         if number in (1, 3):
             workers = workers_of(service, 2)
-            before = service.status()["nursery"]
+            before = service.status()["forkserver"]
             os.kill(before, signal.SIGKILL)
-            wait_until(lambda: service.status()["nursery"] != before)  # noqa: B023
+            wait_until(lambda: service.status()["forkserver"] != before)  # noqa: B023
             os.kill(workers[0], signal.SIGKILL)
             wait_until(lambda: workers[0] not in workers_of(service, 2))  # noqa: B023
     assert found == EpochPlan(N, seed=1).order(0).tolist()
@@ -160,12 +160,12 @@ def test_a_nursery_that_is_killed_is_replaced(service: DataService) -> None:
     assert len(service.status()["workers"]) == 2
 
 
-def test_a_nursery_that_has_nothing_to_do_may_be_killed_often(service: DataService) -> None:
+def test_a_forkserver_that_has_nothing_to_do_may_be_killed_often(service: DataService) -> None:
     workers, server = workers_of(service, 2), service.status()["pid"]
     for _ in range(4):
-        before = service.status()["nursery"]
+        before = service.status()["forkserver"]
         os.kill(before, signal.SIGKILL)
-        wait_until(lambda: service.status()["nursery"] != before)  # noqa: B023
+        wait_until(lambda: service.status()["forkserver"] != before)  # noqa: B023
     os.kill(workers[0], signal.SIGKILL)
     wait_until(lambda: workers[0] not in workers_of(service, 2))
     assert sorted(ids(service.loader(4))) == list(range(N))
@@ -176,14 +176,14 @@ def never(connection: Connection, *, place: int) -> NoReturn:
     os._exit(1)
 
 
-def test_many_workers_are_asked_for_before_the_nursery_listens() -> None:
+def test_many_workers_are_asked_for_before_the_forkserver_listens() -> None:
     with tempfile.TemporaryFile() as spec:
-        nursery = NurseryProcess(never, spec.fileno(), prepares=False)
-        os.kill(nursery.pid, signal.SIGSTOP)
-        nursery.ask(range(2000))
-        assert nursery.connection.unsent_nbytes == 0
-        assert nursery.awaited == set(range(2000))
-        nursery.end()
+        forkserver = ForkServer(never, spec.fileno(), prepares=False)
+        os.kill(forkserver.pid, signal.SIGSTOP)
+        forkserver.ask(range(2000))
+        assert forkserver.connection.unsent_nbytes == 0
+        assert forkserver.awaited == set(range(2000))
+        forkserver.end()
 
 
 SCRIPT = """
@@ -353,7 +353,7 @@ def test_the_service_ends_with_its_last_client_however_it_ends(folder: Path, war
         assert not has_ended(status["pid"], 0.1)
         client.kill()
         client.wait()
-    assert all(map(has_ended, [status["pid"], status["nursery"], *workers]))
+    assert all(map(has_ended, [status["pid"], status["forkserver"], *workers]))
 
 
 @pytest.mark.torture
@@ -372,7 +372,7 @@ def test_everything_is_killed_again_and_again(service: DataService) -> None:
                         os.kill(workers_of(service, 2)[0], signal.SIGKILL)
                 case 4:
                     with suppress(ProcessLookupError):
-                        os.kill(service.status()["nursery"], signal.SIGKILL)
+                        os.kill(service.status()["forkserver"], signal.SIGKILL)
                 case 5:
                     loaders[0].close()
         assert sorted(found) == list(range(N))

@@ -35,7 +35,7 @@ def test_what_could_not_be_read_ahead_is_not_read_ahead_again() -> None:
     while (task := tasks.next_preload()) is not None:
         tried += task.positions.tolist()
         assert not tasks.killed(task)
-        tasks.stock.not_readable(task.positions)
+        tasks.cache.not_readable(task.positions)
         assert len(tried) <= 100
     assert tried == list(range(100))
 

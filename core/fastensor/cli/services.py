@@ -83,12 +83,12 @@ def up(wanted: Wanted, started: Callable[[str], None] = _say) -> int:
             name=wanted.name,
         ) as service,
     ):
-        keeper = _Keeper(service.address)
-        left.callback(keeper.close)  # after the service was left: each `down` waits for that
+        supervisor = _Supervisor(service.address)
+        left.callback(supervisor.close)  # after the service was left: each `down` waits for that
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         started(service.address)
         with suppress(KeyboardInterrupt):
-            keeper.keep(service)
+            supervisor.keep(service)
     return OK
 
 
@@ -148,16 +148,18 @@ def status(address: str | None, *, json: bool) -> int:
 def down(address: str | None) -> int:
     """End a service."""
     address = _checked(address or _only_address())
-    keepers = [keeper for keeper, kept in _keepers() if kept == address]
-    for keeper in keepers:
+    supervisors = [supervisor for supervisor, kept in _supervisors() if kept == address]
+    for supervisor in supervisors:
         with suppress(ConnectionLost):  # it ends just now
-            keeper.send("end")
-            if not keeper.wait(_LEAVE_SECONDS):  # it hangs up when it has left the service
+            supervisor.send("end")
+            if not supervisor.wait(_LEAVE_SECONDS):  # it hangs up when it has left the service
                 raise ProvisionError(f"the program that keeps {address} does not end within {_LEAVE_SECONDS} s")
     if address.startswith("ray:"):
-        with suppress(ProvisionError) if keepers else nullcontext():  # it has ended
-            import_module("fastensor.provision.ray.client").end(address, seconds=0 if keepers else _PATIENCE_SECONDS)
-    elif not keepers:
+        with suppress(ProvisionError) if supervisors else nullcontext():  # it has ended
+            import_module("fastensor.provision.ray.client").end(
+                address, seconds=0 if supervisors else _PATIENCE_SECONDS
+            )
+    elif not supervisors:
         raise ProvisionError(
             f"no program of this machine keeps the data service {address}: one that a training job has started ends "
             f"with that"
@@ -209,15 +211,14 @@ def _function_of(text: str | None) -> Any:
 # Programs that keep services
 
 
-class _Keeper(LocalServer[LocalClient]):
+class _Supervisor(LocalServer[LocalClient]):
     """Tells who connects the address of a service, until somebody says that it is to end."""
 
     def __init__(self, address: str) -> None:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(f"\0{_PREFIX}{hashlib.blake2b(address.encode(), digest_size=8).hexdigest()}")
         listener.listen()
-        super().__init__(listener, LocalClient)
-        self._address = address
+        super().__init__(listener, LocalClient, greeting=address)
         self._is_over = False
 
     def keep(self, service: DataService) -> None:
@@ -226,21 +227,18 @@ class _Keeper(LocalServer[LocalClient]):
             self.await_events(_LOOK_SECONDS)
             service.status()
 
-    def greet(self, client: LocalClient) -> None:
-        client.connection.send(self._address)
-
     def obey(self, client: LocalClient, message: Message) -> None:
         self._is_over = True
 
 
-def _keepers() -> Iterator[tuple[Connection, str]]:
+def _supervisors() -> Iterator[tuple[Connection, str]]:
     """The programs of this user that keep services, and the addresses of these."""
     names = [line.rpartition(" ")[2] for line in Path("/proc/net/unix").read_text().splitlines()]
     for name in dict.fromkeys(names):  # sockets that a program has accepted have the name, too
         if name.startswith(f"@{_PREFIX}"):
             with suppress(OSError, ConnectionLost):  # it has ended just now
-                keeper = processes.reach(name[1:])
-                yield keeper, keeper.awaited(_PATIENCE_SECONDS).content
+                supervisor = processes.reach(name[1:])
+                yield supervisor, supervisor.awaited(_PATIENCE_SECONDS).content
 
 
 def _checked(address: str) -> str:
@@ -255,7 +253,7 @@ def _checked(address: str) -> str:
 
 
 def _only_address() -> str:
-    found = [address for _, address in _keepers()]
+    found = [address for _, address in _supervisors()]
     if not found:
         raise ProvisionError(
             "no data service runs here that fastensor provision up has started; name the ADDRESS of another one"

@@ -1,7 +1,8 @@
 """Training data from LMDB, read at the speed of the disk, in any order that is known ahead. Begin with ``loader.py``
 and ``dataset.py``, which users call. ``plan.py`` says which samples a rank takes when, ``reading.py`` reads batches
 ahead by one of ``engines/``, ``pages.py`` and ``walk.py`` parse LMDB's pages for ``index.py``, and ``node/`` is one
-reader for all processes of a machine."""
+reader for all processes of a machine. It shares with the data service ``serving.py`` (the server of one machine),
+``processes.py`` (how it is found or started), ``connection.py`` (messages) and ``ring.py`` (shared memory)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ import logging
 import os
 import selectors
 import socket
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
@@ -45,29 +44,35 @@ class LocalClient:
 C = TypeVar("C", bound=LocalClient)
 
 
-class LocalServer(ABC, Generic[C]):
+class LocalServer(Generic[C]):
     """See the module. What is served, subclasses say.
 
     Args:
         listener: a Unix socket that listens. It belongs to the server.
         client: makes what the server knows of a client.
+        greeting: the first message to each client.
+        given: a descriptor that goes along.
     """
 
-    def __init__(self, listener: socket.socket, client: Callable[[Connection, int], C]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        client: Callable[[Connection, int], C],
+        *,
+        greeting: object,
+        given: int | None = None,
+    ) -> None:
         listener.setblocking(False)
         self.clients: dict[int, C] = {}
         """By their numbers."""
         self._listener = listener
         self._client = client
+        self._greeting = greeting, given
         self._numbers = 0
         self._is_full = False
         """Whether processes wait for whom no descriptor is free. The listener is not heard until the next round."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-
-    @abstractmethod
-    def greet(self, client: C) -> None:
-        """Say hello to a client."""
 
     def obey(self, client: C, message: Message) -> None:
         """Do what a client wants. The descriptor of the message is closed afterwards."""
@@ -154,7 +159,8 @@ class LocalServer(ABC, Generic[C]):
         self._numbers += 1
         self.clients[client.number] = client
         self.listen(client.connection, partial(self.do_for, client, partial(self._receive, client)))
-        self.do_for(client, partial(self.greet, client))
+        content, given = self._greeting
+        self.do_for(client, partial(client.connection.send, content, fd=given))
 
     def _receive(self, client: C) -> None:
         for message in client.connection.arrived():

@@ -22,8 +22,8 @@ from fastensor.provision.next_uses import NextUses
 SLAB_NBYTES = 64 << 20
 
 
-class Extent(NamedTuple):
-    """Extent of a sample in the cache."""
+class CacheExtent(NamedTuple):
+    """CacheExtent of a sample in the cache."""
 
     offset: int
     nbytes: int
@@ -49,7 +49,7 @@ class Cache:
     ...     _ = cache.place(sample, 1000, next_use=position)
     ...     cache.release(sample, next_use=position)
     >>> cache.place(5, 1000, next_use=8), cache.find(3), cache.find(4)
-    (Extent(offset=0, nbytes=1000), None, Extent(offset=1024, nbytes=1000))
+    (CacheExtent(offset=0, nbytes=1000), None, CacheExtent(offset=1024, nbytes=1000))
     """
 
     def __init__(self, samples: int, *, nbytes: int, slab_nbytes: int = SLAB_NBYTES) -> None:
@@ -77,17 +77,17 @@ class Cache:
         """Bytes of each slab."""
         return self._space.slab_nbytes
 
-    def find(self, sample: int) -> Extent | None:
-        """Extent of a sample; None if it is not in the cache."""
+    def find(self, sample: int) -> CacheExtent | None:
+        """CacheExtent of a sample; None if it is not in the cache."""
         offset = self._offsets[sample]
-        return None if offset < 0 else Extent(offset, self._nbytes[sample])
+        return None if offset < 0 else CacheExtent(offset, self._nbytes[sample])
 
     def last_use(self) -> int | None:
         """The furthest next use of the samples that are not held; None if there are none."""
         last = self._uses.furthest()
         return None if last is None else last[1]
 
-    def place(self, sample: int, nbytes: int, *, next_use: int) -> Extent | None:
+    def place(self, sample: int, nbytes: int, *, next_use: int) -> CacheExtent | None:
         """Make room for a sample, and hold it.
 
         Args:
@@ -115,9 +115,9 @@ class Cache:
         self._held[sample] = 1
         self.samples += 1
         self.used_nbytes += self._space.taken_nbytes(nbytes)
-        return Extent(offset, nbytes)
+        return CacheExtent(offset, nbytes)
 
-    def hold(self, sample: int) -> Extent:
+    def hold(self, sample: int) -> CacheExtent:
         """Keep a sample where it is until it is released.
 
         Raises:

@@ -44,10 +44,10 @@ def size_class(nbytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class ClientPace:
     """Measurements of a client.
 
-    >>> pace = Pace()
+    >>> pace = ClientPace()
     >>> for step in range(10):  # a step of 0.1 s; a batch of 1 MB takes 0.25 s
     ...     pace = pace.taken(at=0.1 * step).made(nbytes=1 << 20, seconds=0.25)
     >>> pace.needed(nbytes=1 << 20)
@@ -120,7 +120,7 @@ def turn(ahead: int, needed: int, served: int) -> tuple[bool, int, int]:
 
     Args:
         ahead: batches ahead of the client, in the making or waiting.
-        needed: see :meth:`Pace.needed`.
+        needed: see :meth:`ClientPace.needed`.
         served: a number that grows with each batch that was given to a worker; that of the client's last one.
 
     >>> sorted([(9, 8, 1), (2, 2, 2), (3, 8, 3), (1, 4, 5), (1, 4, 4)], key=lambda one: turn(*one))

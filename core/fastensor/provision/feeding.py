@@ -9,7 +9,7 @@ from typing import Generic, TypeAlias, TypeVar
 from fastensor.data.coalescing import Integers
 from fastensor.data.plan import EpochPlan, Positions
 from fastensor.data.ring import NO_SLOT, RingWriter, Slot
-from fastensor.provision.credits import FIRST, Pace, turn
+from fastensor.provision.credits import FIRST, ClientPace, turn
 from fastensor.provision.engine import Registration, Start
 from fastensor.provision.next_uses import Schedule
 
@@ -133,7 +133,7 @@ class Flow(Generic[P]):
     upcoming: P | None = None
     """Next batch to be made; None if there is none."""
     _batches: Iterator[P] = field(default_factory=lambda: iter(()))
-    _pace: Pace = field(default_factory=Pace)
+    _pace: ClientPace = field(default_factory=ClientPace)
 
     @property
     def has_credit(self) -> bool:

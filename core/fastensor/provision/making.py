@@ -22,7 +22,7 @@ from fastensor.provision.sources import Source
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class UserObjects:
     """The user's objects. Whatever they need has to be pickled along."""
 
     source: Source
@@ -87,7 +87,7 @@ def found_samples(
 
 
 def read_samples(
-    contents: Callable[[], Contents], positions: Integers, *, seed: int, on_error: OnError = "raise"
+    contents: Callable[[], UserObjects], positions: Integers, *, seed: int, on_error: OnError = "raise"
 ) -> list[Sample]:
     """Samples of the source, as the cache takes them.
 
@@ -108,7 +108,7 @@ def read_samples(
     )
 
 
-def _read_together(contents: Contents, positions: Sequence[int], seed: int) -> list[memoryview]:
+def _read_together(contents: UserObjects, positions: Sequence[int], seed: int) -> list[memoryview]:
     samples = []
     seed_all(seed, *positions)  # a source may draw random numbers
     for position, value in zip(positions, contents.source.read(positions), strict=True):
@@ -132,7 +132,7 @@ def made_batch(
     samples: Sequence[Sample],
     positions: Integers,
     *,
-    contents: Callable[[], Contents],
+    contents: Callable[[], UserObjects],
     collate_fn: Callable[[list[Any]], Any] | None,
     seed: int,
     epoch: int,

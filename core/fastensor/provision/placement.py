@@ -38,7 +38,7 @@ class _Distance(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class PciDevice:
     """A device on the PCIe tree."""
 
     address: str
@@ -56,7 +56,7 @@ class NetworkCard:
 
     name: str
     """As UCX calls it: ``mlx5_0:1`` for a port of an RDMA device, or the name of the interface, such as ``eth0``."""
-    device: Device
+    device: PciDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def listed_cpus(cpus: frozenset[int]) -> str:
     )
 
 
-def _nearest(gpu: Device, cards: list[NetworkCard]) -> tuple[str, ...]:
+def _nearest(gpu: PciDevice, cards: list[NetworkCard]) -> tuple[str, ...]:
     """The nearest cards, of the kind that is better: whoever has RDMA, wants to use it."""
     usable = [card for card in cards if ":" in card.name] or cards
     distances = {card.name: _distance(gpu, card.device) for card in usable}
@@ -175,7 +175,7 @@ def _nearest(gpu: Device, cards: list[NetworkCard]) -> tuple[str, ...]:
     return tuple(name for name, distance in distances.items() if distance == least)
 
 
-def _distance(one: Device, other: Device) -> _Distance:
+def _distance(one: PciDevice, other: PciDevice) -> _Distance:
     common = sum(1 for _ in takewhile(lambda parts: parts[0] == parts[1], zip(one.path, other.path, strict=False)))
     hops = len(one.path) + len(other.path) - 2 * common
     if common:
@@ -184,7 +184,7 @@ def _distance(one: Device, other: Device) -> _Distance:
     return _Distance(2 if differ else 1, hops)
 
 
-def _gpus(root: Path) -> Iterator[Device]:
+def _gpus(root: Path) -> Iterator[PciDevice]:
     for entry in _entries(root / "sys/bus/pci/devices"):
         number = _number(entry / "class")
         vendor = _number(entry / "vendor")
@@ -207,7 +207,7 @@ def _network_cards(root: Path) -> Iterator[NetworkCard]:
             yield NetworkCard(entry.name, device)
 
 
-def _device(root: Path, link: Path) -> Device | None:
+def _device(root: Path, link: Path) -> PciDevice | None:
     """The PCI device that a link leads to; None if there is none."""
     tree = os.path.realpath(root / "sys/devices")
     real = os.path.realpath(link)
@@ -221,7 +221,7 @@ def _device(root: Path, link: Path) -> Device | None:
     cpus = _cpus(folder / "local_cpulist")
     if not cpus and numa_node is not None:
         cpus = _cpus(root / f"sys/devices/system/node/node{numa_node}/cpulist")
-    return Device(path[-1], path, numa_node, cpus)
+    return PciDevice(path[-1], path, numa_node, cpus)
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -24,7 +24,7 @@ from fastensor.provision.embedded.spec import packed
 from fastensor.provision.engine import DEFAULT_AHEAD, DEFAULT_BUFFER_NBYTES, Engine, EngineLost, Facts, Registration
 from fastensor.provision.filling import show_in_thread
 from fastensor.provision.loader import DEFAULT_TIMEOUT, ProvisionedLoader
-from fastensor.provision.making import Contents
+from fastensor.provision.making import UserObjects
 from fastensor.provision.sources import as_source, is_of_ray_data
 
 T = TypeVar("T")
@@ -127,13 +127,13 @@ class DataService:
         workers, seed = int(workers), operator.index(seed)
         found = as_source(source, fingerprint=fingerprint)
         facts = Facts(len(found), found.fingerprint(), cache_bytes, workers, seed)
-        contents = Contents(found, before_cache, after_cache)
+        contents = UserObjects(found, before_cache, after_cache)
         job = os.environ.get(NAME_VARIABLE)
         of_job = processes.name_of_service("provision", job, facts.fingerprint, name)
         joined: Engine
         if engine == "ray":
-            keeper = processes.name_of_service("ray", job)
-            joined = _ray().joined(facts, contents, of_job, address=address, keeper=keeper)
+            local_ray = processes.name_of_service("ray", job)
+            joined = _ray().joined(facts, contents, of_job, address=address, local_ray=local_ray)
         else:
             joined = EmbeddedEngine(f"local:{of_job}", spec_fd=packed(facts, contents))
         if (has := (joined.facts.seed, joined.facts.cache_nbytes)) != (seed, cache_bytes):

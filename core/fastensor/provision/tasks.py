@@ -15,7 +15,7 @@ from fastensor.data.ring import Slot
 from fastensor.provision.cache import Cache
 from fastensor.provision.engine import Facts, Start
 from fastensor.provision.feeding import Batch, Orders, Preloading, Stream, key_of
-from fastensor.provision.stock import Stock
+from fastensor.provision.sample_cache import SampleCache
 from fastensor.provision.work import Done, Work
 
 _NONE = np.zeros(0, np.int64)
@@ -84,7 +84,7 @@ class Tasks:
         self.orders = Orders()
         self._share = share
         self._samples = facts.samples if share.of == 1 else len(share.own(np.arange(facts.samples)))
-        self.stock = Stock(
+        self.cache = SampleCache(
             Cache(facts.samples, nbytes=facts.cache_nbytes) if facts.cache_nbytes and facts.samples else None
         )
         self._numbers = 0
@@ -123,8 +123,8 @@ class Tasks:
     def _follow(self, plan: EpochPlan, position: int) -> None:
         """Let the cache follow an order, and be filled in it, from a position on."""
         schedule = self.orders.follow(plan, position)
-        if self.stock.cache is not None:
-            self.stock.cache.reschedule(schedule.next_uses(from_position=position))
+        if self.cache.places is not None:
+            self.cache.places.reschedule(schedule.next_uses(from_position=position))
             size = min(plan.batch_size, _MOST_PRELOADED) * self._share.of
             self._preloading = Preloading(plan, position, size=size)
             self._cache_is_full = False
@@ -140,7 +140,7 @@ class Tasks:
             if task.stream is not None and not task.stream.is_gone:
                 return task
         for stream in sorted((one for one in loaders if one.has_credit), key=lambda one: one.turn):
-            if stream.upcoming is None or self.stock.awaits(stream.upcoming.positions):
+            if stream.upcoming is None or self.cache.awaits(stream.upcoming.positions):
                 continue  # samples that are read now are not read twice
             placed = stream.ring.place(stream.room_nbytes)
             if placed is not None or not stream.ahead:  # there is room again when the trainer drops a batch
@@ -165,26 +165,26 @@ class Tasks:
             if (found := self._preloading.next_chunk(self.orders)) is None:
                 return None
             position, chunk = found
-            if len(lacking := self.stock.lacking(self._share.own(chunk))):
+            if len(lacking := self.cache.lacking(self._share.own(chunk))):
                 self._preloading.found_missing()
-                if not self.stock.would_keep(len(lacking), position + len(chunk)):
+                if not self.cache.would_keep(len(lacking), position + len(chunk)):
                     self._preloading.go_back(position)
                     self._cache_is_full = True
                     return None
-                self.stock.counts.preloaded += len(lacking)
+                self.cache.counts.preloaded += len(lacking)
                 return Task(self._next_number(), None, None, self._preloading.plan, position, lacking)
         return None
 
     def work_of(self, task: Task) -> Work:
         """Message to a worker. The samples are held from now on."""
-        task.offsets, lengths = self.stock.take(task.positions)
-        self.stock.reading(task.positions[task.offsets < 0])
+        task.offsets, lengths = self.cache.take(task.positions)
+        self.cache.reading(task.positions[task.offsets < 0])
         loader = -1 if task.stream is None else task.stream.number
         epoch = 0 if task.batch is None else task.batch.epoch
         if task.batch is not None:
             hits = int((task.offsets >= 0).sum())
-            self.stock.counts.hits += hits
-            self.stock.counts.misses += len(task.positions) - hits
+            self.cache.counts.hits += hits
+            self.cache.counts.misses += len(task.positions) - hits
         where = (task.slot.offset, task.slot.nbytes) if task.slot is not None else (0, 0)
         return Work(task.number, loader, task.plan.seed, epoch, *where, task.positions, task.offsets, lengths)
 
@@ -193,11 +193,11 @@ class Tasks:
 
         What it could not read for the cache is not read ahead again; the loader that needs it will be told.
         """
-        self.stock.damaged(done.lost)
+        self.cache.damaged(done.lost)
         if task.batch is None:
-            self.stock.not_readable(np.setdiff1d(task.positions[task.offsets < 0], done.read))
+            self.cache.not_readable(np.setdiff1d(task.positions[task.offsets < 0], done.read))
         self.finished(task)
-        offsets = self.stock.place(done.read, done.lengths, self._next_uses(task, done.read))
+        offsets = self.cache.place(done.read, done.lengths, self._next_uses(task, done.read))
         task.writes = done.read[offsets >= 0]
         self._cache_is_full = task.batch is None and len(task.writes) < len(done.read)
         if self._cache_is_full and self._preloading is not None:
@@ -206,13 +206,13 @@ class Tasks:
 
     def written(self, task: Task) -> None:
         """A worker has written the samples of a task."""
-        self.stock.written(task.writes, self._next_uses(task, task.writes))
+        self.cache.written(task.writes, self._next_uses(task, task.writes))
 
     def finished(self, task: Task) -> None:
         """A worker does not use the samples of a task any more."""
-        self.stock.not_reading(task.positions[task.offsets < 0])
+        self.cache.not_reading(task.positions[task.offsets < 0])
         used = task.positions[task.offsets >= 0]
-        self.stock.give_back(used, self._next_uses(task, used))
+        self.cache.give_back(used, self._next_uses(task, used))
 
     def postpone(self, task: Task) -> None:
         """The worker that was to do a task has ended before: another one does it."""
@@ -230,11 +230,11 @@ class Tasks:
 
     def status(self) -> dict[str, Any]:
         """Counts, for people and monitors."""
-        cache = self.stock.cache
-        counts = asdict(self.stock.counts)
+        cache = self.cache.places
+        counts = asdict(self.cache.counts)
         if cache is None:
             return {**counts, "is_filled": True}
-        has_all = cache.samples + self.stock.unreadable == self._samples
+        has_all = cache.samples + self.cache.unreadable == self._samples
         return {
             **counts,
             "cached_samples": cache.samples,

@@ -44,7 +44,7 @@ class NodeReader:
         with self._in_words():
             self._lease: Connection | None
             self._lease, greeting = processes.joined(self.name, self._start, timeout)
-        self.pid = greeting.content.pid
+        self.pid = int(greeting.content)
 
     def connect(self) -> Connection:
         """A new connection to the reader.

@@ -1,9 +1,10 @@
 """What a node reader and its clients send each other, over a :class:`~fastensor.data.connection.Connection`.
 
-A client opens a file, and requests values by their extents. It takes them in the order of its requests. The reader
-packs consecutive values into a slot of the client's ring, and sends the client the place of the slot. If the ring has
-no room for values that the client waits for, the reader sends the values themselves through the socket. So a client
-gets on although it keeps old values, or wants a value that is larger than its ring.
+The greeting is the reader's process id. A client opens a file, and requests values by their extents. It takes them in
+the order of its requests. The reader packs consecutive values into a slot of the client's ring, and sends the client
+the place of the slot. If the ring has no room for values that the client waits for, the reader sends the values
+themselves through the socket. So a client gets on although it keeps old values, or wants a value that is larger than
+its ring.
 """
 
 from __future__ import annotations
@@ -19,12 +20,6 @@ from fastensor.errors import BackendUnavailableError, NodeReaderError
 from fastensor.files import posix
 
 # of the reader
-
-
-class Hello(NamedTuple):
-    """The first message of each connection."""
-
-    pid: int
 
 
 class Ready(NamedTuple):

@@ -28,7 +28,6 @@ from fastensor.data.engines.choice import Strategy
 from fastensor.data.node.protocol import (
     Cancel,
     Failed,
-    Hello,
     Opening,
     Ready,
     Release,
@@ -86,7 +85,7 @@ def interleaved(requests: Sequence[Sequence[Span]]) -> list[tuple[int, Span]]:
 
 
 @dataclass(slots=True)
-class _Reading:
+class _SharedFetch:
     """A fetch, which several requests may share; or the error with which it has failed."""
 
     fetch: Fetch | None = None
@@ -97,7 +96,7 @@ class _Reading:
 class _Piece:
     """Values that go into one slot."""
 
-    reading: _Reading
+    reading: _SharedFetch
     begin: int
     """The number of the first of them in the fetch."""
     first: int
@@ -106,7 +105,7 @@ class _Piece:
 
 
 @dataclass(slots=True)
-class _Source:
+class _OpenFile:
     """A file that is open, and how it is read."""
 
     fd: int
@@ -127,7 +126,7 @@ class _Source:
             _joined(requested[number][2].offsets[span.first : span.first + span.values] for number, span in order),
             _joined(requested[number][2].lengths[span.first : span.first + span.values] for number, span in order),
         )
-        reading = _Reading()
+        reading = _SharedFetch()
         try:
             reading.fetch = self.engine.fetch(extents)
         except Exception as error:  # noqa: BLE001  # the clients raise it
@@ -145,7 +144,7 @@ class _Client(LocalClient):
 
     def __init__(self, connection: Connection, number: int) -> None:
         super().__init__(connection, number)
-        self.source: _Source | None = None
+        self.source: _OpenFile | None = None
         self.ring: RingWriter | None = None
         self.slot_nbytes = 0
         self.pieces: dict[int, deque[_Piece]] = {}
@@ -217,11 +216,8 @@ class NodeServer(LocalServer[_Client]):
     """The node reader."""
 
     def __init__(self, listener: socket.socket) -> None:
-        super().__init__(listener, _Client)
-        self._sources: dict[_Key, _Source] = {}
-
-    def greet(self, client: _Client) -> None:
-        client.connection.send(Hello(os.getpid()))
+        super().__init__(listener, _Client, greeting=os.getpid())
+        self._sources: dict[_Key, _OpenFile] = {}
 
     def work(self) -> bool:
         for source in self._sources.values():
@@ -262,7 +258,7 @@ class NodeServer(LocalServer[_Client]):
         client.source.clients += 1
         client.connection.send(Ready(client.source.engine.name), fd=client.ring.fd)
 
-    def _source(self, fd: int, opening: Opening) -> _Source:
+    def _source(self, fd: int, opening: Opening) -> _OpenFile:
         """The file of a descriptor: opened before, if other clients read the same file in the same way."""
         status = os.fstat(fd)
         key = (status.st_dev, status.st_ino, opening.strategy)
@@ -270,7 +266,7 @@ class NodeServer(LocalServer[_Client]):
             return source
         own = os.dup(fd)
         try:
-            source = _Source(own, opening.strategy.open(own, opening.mean_nbytes), key)
+            source = _OpenFile(own, opening.strategy.open(own, opening.mean_nbytes), key)
         except BaseException:
             os.close(own)
             raise

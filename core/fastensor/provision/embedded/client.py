@@ -19,13 +19,13 @@ from fastensor.data.ring import RingReader
 from fastensor.errors import ProvisionError
 from fastensor.provision.embedded.protocol import (
     AskStatus,
+    BatchReady,
     Credit,
     Hello,
-    Made,
     Preload,
-    Ready,
     Refused,
     Register,
+    Registered,
     Status,
 )
 from fastensor.provision.engine import EngineLost, Pushed, Registration, Start
@@ -161,7 +161,7 @@ class EmbeddedFeed:
         self._pid = pid
         with _conversation(connection):
             connection.send(wanted)
-            answer = _answer(connection, processes.ANSWER_SECONDS, Ready)
+            answer = _answer(connection, processes.ANSWER_SECONDS, Registered)
             assert answer.fd is not None
             self._ring = RingReader(answer.fd, writable=True)
             os.close(answer.fd)
@@ -189,16 +189,16 @@ class EmbeddedFeed:
         self._connection.close()
 
     def _pushed(self, message: Message) -> Pushed:
-        made: Made = message.content
+        ready: BatchReady = message.content
         content = memoryview(b"")
         if message.fd is not None:
             try:
-                content = memoryview(mmap.mmap(message.fd, made.slot.nbytes))
+                content = memoryview(mmap.mmap(message.fd, ready.slot.nbytes))
             finally:
                 os.close(message.fd)
-        elif not made.failure:
-            content = self._ring.view(made.slot)
-        return Pushed(made.generation, made.number, content, made.cost, made.failure)
+        elif not ready.failure:
+            content = self._ring.view(ready.slot)
+        return Pushed(ready.generation, ready.number, content, ready.cost, ready.failure)
 
     def _check_health(self) -> None:
         """Ask the server for something that it answers at once. One that hangs is killed, or nobody could start

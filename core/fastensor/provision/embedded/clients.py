@@ -9,7 +9,7 @@ from typing import Any
 from fastensor.data.connection import Connection, ConnectionLost
 from fastensor.data.ring import RingWriter, Slot
 from fastensor.data.serving import LocalClient
-from fastensor.provision.embedded.protocol import Credit, Made, Ready, Refused, Register
+from fastensor.provision.embedded.protocol import BatchReady, Credit, Refused, Register, Registered
 from fastensor.provision.engine import Cost
 from fastensor.provision.feeding import Batch, Stream
 from fastensor.provision.metrics import Served
@@ -46,7 +46,7 @@ class Client(LocalClient):
             self.connection.send(Refused(f"there is no memory for batches: {error}"))
             return
         self.stream, self.collate_fn = Stream(self.number, wanted.registration, ring=ring), wanted.collate_fn
-        self.connection.send(Ready(), fd=ring.fd)
+        self.connection.send(Registered(), fd=ring.fd)
 
     def take_credit(self, credit: Credit) -> None:
         """The trainer was given batches, and has dropped others."""
@@ -58,7 +58,7 @@ class Client(LocalClient):
     def push(self, batch: Batch, slot: Slot, cost: Cost, fd: int | None) -> None:
         """Send a batch, which is in a slot, or in memory of its own."""
         self.served = self.served.with_batch(nbytes=slot.nbytes, **cost._asdict())
-        self.connection.send(Made(batch.generation, batch.index, slot, cost), fd=fd)
+        self.connection.send(BatchReady(batch.generation, batch.index, slot, cost), fd=fd)
 
     def status(self) -> dict[str, Any]:
         """State of its loader."""

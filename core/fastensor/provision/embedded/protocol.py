@@ -24,7 +24,7 @@ class Hello(NamedTuple):
     facts: Facts
 
 
-class Ready(NamedTuple):
+class Registered(NamedTuple):
     """A loader is registered. The memory of its ring comes along."""
 
 
@@ -34,7 +34,7 @@ class Refused(NamedTuple):
     reason: str
 
 
-class Made(NamedTuple):
+class BatchReady(NamedTuple):
     """A batch, or why it cannot be made. One without a slot comes in memory of its own."""
 
     generation: int
@@ -100,7 +100,7 @@ class ForgetLoader(NamedTuple):
     number: int
 
 
-class Store(NamedTuple):
+class StoreSamples(NamedTuple):
     """Where samples are to be written that were read for a task."""
 
     task: int
@@ -108,7 +108,7 @@ class Store(NamedTuple):
     """In the cache; -1: nowhere."""
 
 
-class Stored(NamedTuple):
+class SamplesStored(NamedTuple):
     """That was done."""
 
     task: int

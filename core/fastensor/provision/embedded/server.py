@@ -10,7 +10,7 @@ was doing is done again; a batch that has ended several workers is an error of i
 client, and the workers with it.
 
 Workers are forked from a process that has imported the user's script once for all of them
-(:mod:`fastensor.provision.embedded.nursery`). They come when it has.
+(:mod:`fastensor.provision.embedded.forkserver`). They come when it has.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from fastensor.data.ring import NO_SLOT, Slot, shared_memory
 from fastensor.data.serving import LocalServer
 from fastensor.provision.embedded import worker
 from fastensor.provision.embedded.clients import Client
-from fastensor.provision.embedded.nursery import NurseryProcess, adopt_orphans
+from fastensor.provision.embedded.forkserver import ForkServer, adopt_orphans
 from fastensor.provision.embedded.protocol import (
     AddLoader,
     AskStatus,
+    BatchReady,
     Broken,
     Credit,
     ForgetLoader,
     Hello,
-    Made,
     Preload,
     Register,
+    SamplesStored,
     Status,
-    Store,
-    Stored,
+    StoreSamples,
 )
 from fastensor.provision.embedded.spec import facts_of
 from fastensor.provision.embedded.workers import WorkerProcess
@@ -67,17 +67,17 @@ class EmbeddedServer(LocalServer[Client]):
     """
 
     def __init__(self, listener: socket.socket, spec_fd: int) -> None:
-        super().__init__(listener, Client)
+        self._facts = facts_of(spec_fd)
+        super().__init__(listener, Client, greeting=Hello(os.getpid(), self._facts), given=spec_fd)
         self._workers: list[WorkerProcess] = []
         self._replaced = 0
         """Workers that have ended."""
         self._spec_fd = spec_fd
-        self._facts = facts_of(spec_fd)
         self._tasks = Tasks(self._facts)
         slabs_fd, self._slabs = shared_memory("fastensor-cache", max(self._facts.cache_nbytes, 1))
         os.close(slabs_fd)  # workers, which are forked, have the memory
         self._worker_cpus = worker_cpus(_placements(), self._facts.workers)
-        self._start_nursery(range(self._facts.workers), prepares=True)
+        self._start_forkserver(range(self._facts.workers), prepares=True)
 
     def work(self) -> bool:
         """Give work to workers, as long as there are both."""
@@ -95,9 +95,6 @@ class EmbeddedServer(LocalServer[Client]):
         return False
 
     # Clients
-
-    def greet(self, client: Client) -> None:
-        client.connection.send(Hello(os.getpid(), self._facts), fd=self._spec_fd)
 
     def obey(self, client: Client, message: Message) -> None:
         match message.content:
@@ -129,7 +126,7 @@ class EmbeddedServer(LocalServer[Client]):
             "pid": os.getpid(),
             "clients": len(self.clients),
             "loaders": [client.status() for client in self.clients.values() if client.stream is not None],
-            "nursery": self._nursery.pid,
+            "forkserver": self._forkserver.pid,
             "workers": [{"pid": one.pid, "tasks": len(one.tasks)} for one in self._workers],
             "workers_replaced": self._replaced,
             **self._tasks.status(),
@@ -147,33 +144,33 @@ class EmbeddedServer(LocalServer[Client]):
         """Plans of all loaders that have begun."""
         return [stream.plan for stream in self._streams if stream.plan is not None]
 
-    def _start_nursery(self, places: Collection[int], *, prepares: bool) -> None:
+    def _start_forkserver(self, places: Collection[int], *, prepares: bool) -> None:
         """Start the process that makes workers, and ask it for those of some places."""
         main = partial(
             worker.main, spec_fd=self._spec_fd, slabs=self._slabs, seed=self._facts.seed, cpus=self._worker_cpus
         )
-        self._nursery = NurseryProcess(main, self._spec_fd, prepares=prepares)
-        self.listen(self._nursery.connection, self._hear_nursery)
-        self._nursery.ask(places)
+        self._forkserver = ForkServer(main, self._spec_fd, prepares=prepares)
+        self.listen(self._forkserver.connection, self._hear_forkserver)
+        self._forkserver.ask(places)
 
-    def _hear_nursery(self) -> None:
+    def _hear_forkserver(self) -> None:
         try:
-            for message in self._nursery.connection.arrived():
+            for message in self._forkserver.connection.arrived():
                 assert message.fd is not None
                 pid, place = message.content
-                self._nursery.awaited.remove(place)
-                self._nursery.has_forked = True
+                self._forkserver.awaited.remove(place)
+                self._forkserver.has_forked = True
                 self._start_worker(WorkerProcess(pid, place, Connection(socket.socket(fileno=message.fd))))
         except ConnectionLost:
-            self._replace_nursery()
+            self._replace_forkserver()
 
-    def _replace_nursery(self) -> None:
-        """The nursery has ended: start another one. It does not prepare itself if that may have ended this one.
+    def _replace_forkserver(self) -> None:
+        """The forkserver has ended: start another one. It does not prepare itself if that may have ended this one.
 
         Raises:
             RuntimeError: this one has not prepared itself, was asked for workers, and has made none either.
         """
-        gone = self._nursery
+        gone = self._forkserver
         self.ignore(gone.connection)
         status = gone.end()
         has_failed = bool(gone.awaited) and not gone.has_forked
@@ -189,7 +186,7 @@ class EmbeddedServer(LocalServer[Client]):
                 "%d), or starts threads: each worker imports it",
                 status,
             )
-        self._start_nursery(gone.awaited, prepares=gone.prepares and not has_failed)
+        self._start_forkserver(gone.awaited, prepares=gone.prepares and not has_failed)
 
     def _start_worker(self, one: WorkerProcess) -> None:
         self._workers.append(one)
@@ -221,7 +218,7 @@ class EmbeddedServer(LocalServer[Client]):
         match message.content:
             case Done() as done:
                 self._done(one, done, message.fd)
-            case Stored(number):
+            case SamplesStored(number):
                 self._tasks.written(one.writing.pop(number))
             case Broken(number, text):
                 task = one.tasks.pop(number)
@@ -236,7 +233,7 @@ class EmbeddedServer(LocalServer[Client]):
         offsets = self._tasks.done(task, done)
         if len(offsets):
             one.writing[task.number] = task
-            self._tell(one, Store(task.number, offsets))
+            self._tell(one, StoreSamples(task.number, offsets))
 
     def _push(self, task: Task, done: Done, fd: int | None) -> None:
         """Send a batch to its client, if that is still there."""
@@ -253,12 +250,12 @@ class EmbeddedServer(LocalServer[Client]):
         """Tell a loader why a batch cannot be made. If samples could not be read for the cache, they are not read ahead
         again, and the loader that needs them will be told."""
         if task.batch is None:
-            self._tasks.stock.not_readable(task.positions)
+            self._tasks.cache.not_readable(task.positions)
         client = self.clients.get(task.stream.number) if task.stream is not None else None
         if task.batch is None or client is None:
             return
         client.registered.free(task.slot)
-        failed = Made(task.batch.generation, task.batch.index, Slot(NO_SLOT, 0, 0), Cost(0, 0, 0), text)
+        failed = BatchReady(task.batch.generation, task.batch.index, Slot(NO_SLOT, 0, 0), Cost(0, 0, 0), text)
         self.do_for(client, partial(client.connection.send, failed))
 
     def _replace(self, one: WorkerProcess) -> None:
@@ -269,13 +266,13 @@ class EmbeddedServer(LocalServer[Client]):
         self._replaced += 1
         _log.warning("A worker of the data service has ended with %d, and is replaced", status)
         for task in one.writing.values():
-            self._tasks.stock.not_written(task.writes)
+            self._tasks.cache.not_written(task.writes)
         for number, task in enumerate(one.tasks.values()):
             if number:  # it was waiting
                 self._tasks.postpone(task)
             elif not self._tasks.killed(task):
                 self._fail(task, f"{task.attempts} workers have ended while they made it, the last one with {status}")
-        self._nursery.ask([one.place])
+        self._forkserver.ask([one.place])
 
 
 def _placements() -> dict[str, Placement]:

@@ -16,14 +16,14 @@ from multiprocessing import process, spawn
 from typing import Any
 
 from fastensor.provision.engine import Facts
-from fastensor.provision.making import Contents
+from fastensor.provision.making import UserObjects
 from fastensor.provision.pickling import pickling
 
 _NOT_FOR_WORKERS = ("authkey", "name", "start_method")
 """Preparations of ``multiprocessing`` for its own processes."""
 
 
-def packed(facts: Facts, contents: Contents) -> int:
+def packed(facts: Facts, contents: UserObjects) -> int:
     """Three pickles: the facts, how ``multiprocessing`` prepares a process, and the contents.
 
     Returns:
@@ -41,7 +41,7 @@ def packed(facts: Facts, contents: Contents) -> int:
         with os.fdopen(os.dup(fd), "wb") as file, pickling("the source, or a transform,", advice):
             pickle.dump(facts, file)
             pickle.dump(preparation, file)
-            pickle.dump([getattr(contents, field.name) for field in fields(Contents)], file, protocol=5)
+            pickle.dump([getattr(contents, field.name) for field in fields(UserObjects)], file, protocol=5)
     except BaseException:
         os.close(fd)
         raise
@@ -62,12 +62,12 @@ def prepare(fd: int) -> None:
         _prepare(pickle.load(memory))
 
 
-def contents_of(fd: int) -> Contents:
+def contents_of(fd: int) -> UserObjects:
     """The user's objects, in a process that was made for them, and is prepared."""
     with _pickles_of(fd) as memory:
         pickle.load(memory)
         _prepare(pickle.load(memory))
-        return Contents(*pickle.load(memory))
+        return UserObjects(*pickle.load(memory))
 
 
 @contextmanager

@@ -22,14 +22,14 @@ from fastensor.data.connection import Connection, ConnectionLost, Message
 from fastensor.data.ring import shared_memory
 from fastensor.data.skipping import OnError
 from fastensor.provision import encoding
-from fastensor.provision.embedded.protocol import AddLoader, Broken, ForgetLoader, Store, Stored
+from fastensor.provision.embedded.protocol import AddLoader, Broken, ForgetLoader, SamplesStored, StoreSamples
 from fastensor.provision.embedded.spec import contents_of
-from fastensor.provision.making import Contents, MadeBatch, Sample, found_samples, made_batch, read_samples
+from fastensor.provision.making import MadeBatch, Sample, UserObjects, found_samples, made_batch, read_samples
 from fastensor.provision.placement import pin_to
 from fastensor.provision.work import Done, Work
 
 
-class Loader:
+class WorkerLoader:
     """A worker's record of a loader: its collate function, its ring, and the treatment of broken samples."""
 
     def __init__(self, added: AddLoader, ring_fd: int) -> None:
@@ -47,7 +47,7 @@ class Loader:
         return self._collate_fn
 
 
-class Worker:
+class ServiceWorker:
     """See the module.
 
     Args:
@@ -62,8 +62,8 @@ class Worker:
         self._spec_fd = spec_fd
         self._slabs = slabs
         self._seed = seed
-        self._contents: Contents | None = None
-        self._loaders: dict[int, Loader] = {}
+        self._contents: UserObjects | None = None
+        self._loaders: dict[int, WorkerLoader] = {}
         self._to_be_stored: dict[int, list[memoryview]] = {}
         """By task the samples that the server has to find a place for."""
 
@@ -78,10 +78,10 @@ class Worker:
         match message.content:
             case AddLoader() as added:
                 assert message.fd is not None
-                self._loaders[added.number] = Loader(added, message.fd)
+                self._loaders[added.number] = WorkerLoader(added, message.fd)
             case ForgetLoader(number):
                 self._loaders.pop(number, None)
-            case Store(task, offsets):
+            case StoreSamples(task, offsets):
                 self._store(task, offsets)
             case Work() as work:
                 try:
@@ -142,9 +142,9 @@ class Worker:
         for offset, sample in zip(offsets.tolist(), self._to_be_stored.pop(task), strict=True):
             if offset >= 0:
                 self._slabs[offset : offset + len(sample)] = sample
-        self._connection.send(Stored(task))
+        self._connection.send(SamplesStored(task))
 
-    def _loaded(self) -> Contents:
+    def _loaded(self) -> UserObjects:
         if self._contents is None:
             self._contents = contents_of(self._spec_fd)
         return self._contents
@@ -169,7 +169,7 @@ def main(
     try:
         pin_to(cpus[place])
         torch.set_num_threads(1)
-        Worker(connection, spec_fd, slabs, seed=seed).run()
+        ServiceWorker(connection, spec_fd, slabs, seed=seed).run()
     except ConnectionLost:
         status = 0  # the server has ended
     except BaseException:  # noqa: BLE001  # it is printed, and the server starts another worker

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastensor.data.connection import Connection
-from fastensor.provision.embedded.nursery import killed
+from fastensor.provision.embedded.forkserver import killed
 from fastensor.provision.tasks import Task
 
 

@@ -27,11 +27,11 @@ from fastensor.provision.pickling import pickling
 from fastensor.provision.ray import names
 
 if TYPE_CHECKING:
-    from fastensor.provision.making import Contents
+    from fastensor.provision.making import UserObjects
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class BatchRequest:
     """The credit for one batch. Whoever gets it knows the rest: the order of the epoch is a function of the plan."""
 
     loader: str
@@ -57,7 +57,7 @@ def client_of(loader: str) -> str:
     return loader.partition("/")[0]
 
 
-class Part(NamedTuple):
+class EncodedSamples(NamedTuple):
     """The samples of a batch that one server keeps, encoded."""
 
     memory: npt.NDArray[np.uint8]
@@ -103,7 +103,7 @@ class _Published(NamedTuple):
     paths: list[str]
     """Paths on which the process that has published it finds modules."""
     contents_key: str
-    """Under this key the pickled :class:`~fastensor.provision.making.Contents` are kept. They may be long, and most
+    """Under this key the pickled :class:`~fastensor.provision.making.UserObjects` are kept. They may be long, and most
     processes need only the facts."""
 
 
@@ -111,7 +111,7 @@ def publish(name: str, facts: Facts, contents: bytes) -> Facts:
     """Keep what a service serves, and where this process finds modules, unless another process has done so.
 
     Args:
-        contents: the pickled :class:`~fastensor.provision.making.Contents`.
+        contents: the pickled :class:`~fastensor.provision.making.UserObjects`.
 
     Returns:
         the facts that count: those of whoever was first.
@@ -128,7 +128,7 @@ def _publish(name: str, facts: Facts, contents: bytes) -> None:
     """First keep the contents, then what refers to them, unless another process has been quicker with its own.
 
     The key of the contents is new each time. A digest of them would be the same when a job starts its service again,
-    and the manager that is about to end could drop them while they are published anew. If a process is killed within
+    and the supervisor that is about to end could drop them while they are published anew. If a process is killed within
     this function, its contents may stay in the memory of the head node until the cluster ends.
     """
     contents_key = f"{name}/{secrets.token_hex(8)}"
@@ -149,7 +149,7 @@ def facts_of(name: str) -> Facts:
     return _published(name).facts
 
 
-def contents_of(name: str) -> Contents:
+def contents_of(name: str) -> UserObjects:
     """The user's objects, in a process that finds modules from now on where that one finds them which has published
     the objects.
 
@@ -161,7 +161,7 @@ def contents_of(name: str) -> Contents:
     if contents is None:
         raise EngineLost(f"the data service {name} has ended")
     sys.path += [path for path in published.paths if path not in sys.path]
-    found: Contents = cloudpickle.loads(contents)
+    found: UserObjects = cloudpickle.loads(contents)
     return found
 
 

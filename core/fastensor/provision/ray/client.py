@@ -23,12 +23,12 @@ from fastensor.data.plan import EpochPlan
 from fastensor.errors import ProvisionError
 from fastensor.provision.engine import Cost, EngineLost, Facts, Pushed, Registration, Start
 from fastensor.provision.feeding import Flow, Place, places_from
-from fastensor.provision.making import Contents
+from fastensor.provision.making import UserObjects
 from fastensor.provision.ray import cluster, names
-from fastensor.provision.ray.calls import Ask, Made, facts_of, pickled, publish
-from fastensor.provision.ray.manager import Manager
+from fastensor.provision.ray.calls import BatchRequest, Made, facts_of, pickled, publish
 from fastensor.provision.ray.memory import owned
-from fastensor.provision.ray.server import Server
+from fastensor.provision.ray.server import RayServer
+from fastensor.provision.ray.supervisor import Supervisor
 
 PREFIX = "ray:"
 """Prefix of the addresses of services on Ray: ``ray:CLUSTER/NAME``; see
@@ -36,7 +36,7 @@ PREFIX = "ray:"
 _ANSWER_SECONDS = 60
 """Seconds that actors may take to start, and to answer. They import torch."""
 _HEALTH_SECONDS = 35
-"""The manager answers within this time, even if a server hangs."""
+"""The supervisor answers within this time, even if a server hangs."""
 _RETRY_SECONDS = 0.05
 _MOST_CALLS = 1 << 14
 """At the same time, by an actor. Those that wait for other servers must leave room for these servers' calls."""
@@ -78,10 +78,10 @@ class RayEngine:
         self._client = secrets.token_hex(8)
         self._loaders = 0
         self._membership: cluster.Membership | None = None
-        self._manager: Any = None
+        self._supervisor: Any = None
         self._stays: tuple[Any, ...] = ()
-        """Reference to the call that the manager ends when this client leaves. It is lost when this process ends, which
-        the manager notices."""
+        """Reference to the call that the supervisor ends when this client leaves. It is lost when this process ends,
+        which the supervisor notices."""
         self._dropped: weakref.finalize[..., RayEngine] | None = None
         """Leaves when this engine is forgotten, and :meth:`close` was not called."""
         try:
@@ -105,11 +105,11 @@ class RayEngine:
         with self.talking():
             for server in self._servers:
                 server.preload.remote(Start(plan, epoch, 0))
-            self.ask_manager("check")
+            self.ask_supervisor("check")
 
     def health(self) -> dict[str, Any]:
         with self.talking():
-            found: dict[str, Any] = self.ask_manager("status")
+            found: dict[str, Any] = self.ask_supervisor("status")
             return found
 
     def recover(self) -> None:
@@ -120,17 +120,17 @@ class RayEngine:
         deadline = time.monotonic() + self._seconds
         while not self._has_joined(deadline, was_lost=was_lost):
             time.sleep(_RETRY_SECONDS)
-        self._dropped = weakref.finalize(self, _leave, membership, self._manager, self._client)
+        self._dropped = weakref.finalize(self, _leave, membership, self._supervisor, self._client)
 
     def close(self) -> None:
         """Leave. The cluster, too, if this process is in it for the service only."""
         if self._membership is None:
             return
-        if self._manager is not None and self._membership.is_alive:
+        if self._supervisor is not None and self._membership.is_alive:
             self.abandon(self._stays)
             with suppress(RayError):
-                ray.get(names.once(self._manager.leave).remote(self._client), timeout=_HEALTH_SECONDS)
-        self._manager, self._stays = None, ()
+                ray.get(names.once(self._supervisor.leave).remote(self._client), timeout=_HEALTH_SECONDS)
+        self._supervisor, self._stays = None, ()
         self._leave_cluster()
 
     def _leave_cluster(self) -> None:
@@ -143,15 +143,15 @@ class RayEngine:
     def end(self) -> None:
         """End the service, whoever uses it."""
         with self.talking(), suppress(RayActorError):  # it answers no more
-            ray.get(self._manager.end.remote(), timeout=_HEALTH_SECONDS)
+            ray.get(self._supervisor.end.remote(), timeout=_HEALTH_SECONDS)
 
-    def ask_manager(self, what: str) -> Any:
-        """Call a method of the manager.
+    def ask_supervisor(self, what: str) -> Any:
+        """Call a method of the supervisor.
 
         Raises:
             RayError: it does not answer.
         """
-        return ray.get(getattr(self._manager, what).remote(), timeout=_HEALTH_SECONDS)
+        return ray.get(getattr(self._supervisor, what).remote(), timeout=_HEALTH_SECONDS)
 
     def server_for(self, index: int) -> Any:
         """The server that makes the batch of this number."""
@@ -183,15 +183,15 @@ class RayEngine:
 
         Args:
             deadline: when to give up.
-            was_lost: whether the manager has to find out first what has ended.
+            was_lost: whether the supervisor has to find out first what has ended.
 
         Raises:
             ProvisionError: it cannot be used, and the deadline has passed.
         """
         try:
-            self._manager = self._found()
+            self._supervisor = self._found()
             if was_lost:
-                self.ask_manager("check")
+                self.ask_supervisor("check")
             self._join()
         except (EngineLost, RayError, ValueError) as error:
             if time.monotonic() > deadline:
@@ -206,21 +206,21 @@ class RayEngine:
             EngineLost: it has ended, or is about to.
             RayError, ValueError: it ends just now.
         """
-        if not ray.get(self._manager.join.remote(self._client), timeout=self._seconds):
+        if not ray.get(self._supervisor.join.remote(self._client), timeout=self._seconds):
             raise EngineLost("it is about to end")
         self.facts: Facts = facts_of(self._name)
         self._servers = [names.server_of(self._name, number) for number in range(self.facts.workers)]
-        stays = self._manager.stay.remote(self._client)
-        self._stays = (self._manager.watch.remote(self._client, [stays]), stays)
+        stays = self._supervisor.stay.remote(self._client)
+        self._stays = (self._supervisor.watch.remote(self._client, [stays]), stays)
 
     def _found(self) -> Any:
-        """The manager of the service, which is started if it does not run, and can be.
+        """The supervisor of the service, which is started if it does not run, and can be.
 
         Raises:
             EngineLost: it does not run.
         """
         try:
-            return names.manager_of(self._name)
+            return names.supervisor_of(self._name)
         except ValueError as error:
             if self._spec is None:
                 raise EngineLost("it does not run") from error
@@ -280,7 +280,7 @@ class RayFeed:
                 return None
             came, _ = ray.wait([*self._asked], timeout=seconds)
             if not came:
-                self._engine.ask_manager("check")
+                self._engine.ask_supervisor("check")
                 return None
             return self._pushed(came[0])
 
@@ -300,7 +300,7 @@ class RayFeed:
         while flow.has_credit and (not flow.ahead or self._has_room()):
             place = flow.issue()
             assert flow.plan is not None
-            ask = Ask(
+            request = BatchRequest(
                 self._name,
                 flow.plan,
                 place,
@@ -312,7 +312,7 @@ class RayFeed:
                 flow.registration.on_error,
             )
             self._waited = None
-            self._asked[self._engine.server_for(place.index).batch.remote(ask)] = place
+            self._asked[self._engine.server_for(place.index).batch.remote(request)] = place
 
     def _has_room(self) -> bool:
         expected = (len(self._asked) + 1) * self._flow.room_nbytes
@@ -364,15 +364,15 @@ def _keep_what_is_of_the_parent() -> None:
 os.register_at_fork(after_in_child=_keep_what_is_of_the_parent)
 
 
-def _leave(membership: cluster.Membership, manager: Any, client: str) -> None:
+def _leave(membership: cluster.Membership, supervisor: Any, client: str) -> None:
     """A client has gone without saying so."""
     if membership.is_alive:
         with suppress(RayError):
-            manager.leave.remote(client)
+            supervisor.leave.remote(client)
     membership.leave()
 
 
-def joined(facts: Facts, contents: Contents, name: str, *, address: str, keeper: str) -> RayEngine:
+def joined(facts: Facts, contents: UserObjects, name: str, *, address: str, local_ray: str) -> RayEngine:
     """Join a service, which is started if it does not run.
 
     Args:
@@ -380,14 +380,14 @@ def joined(facts: Facts, contents: Contents, name: str, *, address: str, keeper:
         contents: the user's objects.
         name: of the service.
         address: of the cluster, see :class:`fastensor.provision.DataService`.
-        keeper: the name of the Ray of this machine that is used without an address.
+        local_ray: the name of the Ray of this machine that is used without an address.
 
     Raises:
         ProvisionError: something cannot be pickled; or see :class:`RayEngine`.
     """
     said = pickled(contents, "the source, or a transform,")
     where = address or os.environ.get("RAY_ADDRESS", "")
-    return RayEngine(name, address=keeper if where in ("", "local") else where, spec=Spec(facts, said))
+    return RayEngine(name, address=local_ray if where in ("", "local") else where, spec=Spec(facts, said))
 
 
 def found(address: str, *, seconds: float) -> RayEngine:
@@ -426,7 +426,7 @@ def end(address: str, *, seconds: float) -> None:
 
 
 def start(name: str, spec: Spec) -> Any:
-    """Start the actors of a service, unless another process has. Returns the manager.
+    """Start the actors of a service, unless another process has. Returns the supervisor.
 
     Raises:
         EngineLost: it ends just now.
@@ -448,6 +448,6 @@ def start(name: str, spec: Spec) -> Any:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=True),
             "memory": 1,  # what needs nothing at all, Ray puts anywhere
         }
-        ray.remote(Server).options(**options, **of_server).remote(name, number, facts)
-    of_manager = {"name": name, "max_task_retries": -1}
-    return ray.remote(Manager).options(**options, **of_manager).remote(name, facts.workers)
+        ray.remote(RayServer).options(**options, **of_server).remote(name, number, facts)
+    of_supervisor = {"name": name, "max_task_retries": -1}
+    return ray.remote(Supervisor).options(**options, **of_supervisor).remote(name, facts.workers)

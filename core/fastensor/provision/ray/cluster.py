@@ -32,13 +32,13 @@ class Membership:
 
     Args:
         address: see :func:`join`.
-        keeper: of a local Ray, which runs while this connection is open.
+        lease: of a local Ray, which runs while this connection is open.
         is_own: whether it is left when it ends: the user has not joined before.
     """
 
-    def __init__(self, address: str, keeper: Connection | None = None, *, is_own: bool = True) -> None:
+    def __init__(self, address: str, lease: Connection | None = None, *, is_own: bool = True) -> None:
         self.address = address
-        self._keeper = keeper
+        self._lease = lease
         self._is_own = is_own
         self._users = 0
         self._process = os.getpid()
@@ -49,7 +49,7 @@ class Membership:
         if not ray.is_initialized() or self.is_inherited:
             return False
         try:
-            return self._keeper is None or not self._keeper.wait(0) or self._keeper.receive() is None
+            return self._lease is None or not self._lease.wait(0) or self._lease.receive() is None
         except ConnectionLost:
             return False
 
@@ -85,8 +85,8 @@ class Membership:
         """Leave the cluster, unless the user has joined it."""
         if self._is_own:
             ray.shutdown()  # before its cluster ends: Ray ends processes that have lost theirs
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._lease is not None:
+            self._lease.close()
 
 
 _lock = threading.RLock()  # what the garbage collector drops may leave at any time
@@ -140,19 +140,19 @@ def _joined(address: str) -> Membership:
         )
     if _is_cluster(address):
         _check_host(address.rpartition(":")[0])
-        where, keeper = address, None
+        where, lease = address, None
     elif address == "auto":
-        where, keeper = address, None
+        where, lease = address, None
     else:
         if _MODE_VARIABLE not in os.environ:  # Ray does so where it is started, but not where it is joined
             _enable_token_auth()
-        where, keeper = _local(address)
-    membership = Membership(address, keeper)
+        where, lease = _local(address)
+    membership = Membership(address, lease)
     try:
         with _in_words(f"cannot join the cluster of Ray at {where}"), as_named(where.rpartition(":")[0]):
             ray.init(where, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
         found = str(ray.get_runtime_context().gcs_address)
-        if keeper is None:
+        if lease is None:
             membership.address = found
         _check_access(found)
     except BaseException:
@@ -228,15 +228,15 @@ def _numbers_of(host: str) -> set[str]:
 
 def _local(name: str) -> tuple[str, Connection]:
     """The address of a Ray of this machine alone, and a connection to the process that keeps it. See
-    :mod:`fastensor.provision.ray.keeper`."""
+    :mod:`fastensor.provision.ray.local_ray`."""
     with _in_words("Ray cannot be started on this machine"):
         try:
-            keeper, greeting = processes.joined(
-                name, lambda: processes.start(name, "fastensor.provision.ray.keeper"), processes.ANSWER_SECONDS
+            lease, greeting = processes.joined(
+                name, lambda: processes.start(name, "fastensor.provision.ray.local_ray"), processes.ANSWER_SECONDS
             )
         except ConnectionLost as error:
             raise ConnectionError(f"it has ended: {error}") from error
-    return greeting.content, keeper
+    return greeting.content, lease
 
 
 @contextmanager

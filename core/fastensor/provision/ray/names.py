@@ -11,8 +11,8 @@ NAMESPACE = "fastensor"
 """Namespace of named actors, and of their records in Ray's global control store."""
 
 
-def manager_of(name: str) -> Any:
-    """The manager of a service.
+def supervisor_of(name: str) -> Any:
+    """The supervisor of a service.
 
     Raises:
         ValueError: there is none.

@@ -9,8 +9,8 @@ the epoch. All else happens in the event loop of the actor, which goes on meanwh
 
 Nothing but the cache is lost with a server. Ray starts it again, and calls again what had been called.
 
-Whoever calls an actor of Ray imports its class, and the manager calls servers. So this module imports torch only when a
-server begins.
+Whoever calls an actor of Ray imports its class, and the supervisor calls servers. So this module imports torch only
+when a server begins.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from fastensor.provision.engine import Cost, EngineLost, Facts, Start, cost_of_b
 from fastensor.provision.feeding import Batch, batch_at
 from fastensor.provision.metrics import Served
 from fastensor.provision.ray import names
-from fastensor.provision.ray.calls import Ask, Made, Part, client_of, contents_of
+from fastensor.provision.ray.calls import BatchRequest, EncodedSamples, Made, client_of, contents_of
 from fastensor.provision.ray.exporting import Exported
 from fastensor.provision.ray.memory import owned
-from fastensor.provision.ray.turns import Key, Turns
+from fastensor.provision.ray.priority_lock import Key, PriorityLock
 from fastensor.provision.tasks import Share, Task, Tasks, owners
 from fastensor.provision.work import Done
 
 if TYPE_CHECKING:
-    from fastensor.provision.making import Contents, Found, Sample
+    from fastensor.provision.making import Found, Sample, UserObjects
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ _NO_COST = Cost(0, 0, 0)
 
 
 @dataclass(slots=True)
-class Loader:
+class ServedLoader:
     """A loader, as a server knows it from what it was asked."""
 
     plan: EpochPlan
@@ -89,7 +89,7 @@ class Latest:
         return name in self._names
 
 
-class Server:
+class RayServer:
     """See the module. All methods are called by Ray, in the event loop of the actor.
 
     Args:
@@ -107,14 +107,14 @@ class Server:
         nbytes = self._facts.cache_nbytes // self._facts.workers
         self._tasks = Tasks(replace(self._facts, cache_nbytes=nbytes), share=Share(number, self._facts.workers))
         self._slabs = memoryview(mmap.mmap(-1, max(nbytes, 1)))
-        self._contents: Contents | None = None
-        self._loaders: dict[str, Loader] = {}
+        self._contents: UserObjects | None = None
+        self._loaders: dict[str, ServedLoader] = {}
         self._left = Latest()
         """Names of loaders that were closed: what was asked for them before may come later."""
         self._gone = Latest()
         """Names of the clients that have gone."""
         self._peers: dict[int, Any] = {}
-        self._turns = Turns()
+        self._lock = PriorityLock()
         self._count = 0
         """Number of turns so far."""
         self._user = ThreadPoolExecutor(1, thread_name_prefix="fastensor-user")
@@ -126,17 +126,17 @@ class Server:
         """The tasks of calls that have not been answered yet."""
         self._is_ending = False
 
-    async def batch(self, ask: Ask) -> Made | None:
+    async def batch(self, request: BatchRequest) -> Made | None:
         """Make the batch that somebody has credit for. None if the service ends.
 
         Raises:
             ActorDiedError: a server that is needed for it has ended for good, and the service with it.
         """
-        return await self._unless_it_ends(lambda: self._batch_of(ask))
+        return await self._unless_it_ends(lambda: self._batch_of(request))
 
-    async def samples(self, ask: Ask) -> Part | None:
+    async def samples(self, request: BatchRequest) -> EncodedSamples | None:
         """The samples of a batch that this server keeps. None if the service ends."""
-        return await self._unless_it_ends(lambda: self._part_of(ask))
+        return await self._unless_it_ends(lambda: self._part_of(request))
 
     async def stop(self) -> None:
         """The service ends: answer at once what was asked, and whatever will be. When this returns, nobody waits for an
@@ -191,26 +191,26 @@ class Server:
 
     # Loaders
 
-    def _heard(self, ask: Ask) -> Batch | None:
+    def _heard(self, request: BatchRequest) -> Batch | None:
         """Learn from what was asked how far a loader is. Returns its batch; None if the loader does not need it any
         more.
 
         Raises:
             ProvisionError: the service has another number of servers than whoever asks expects.
         """
-        if ask.servers != self._facts.workers:
-            raise ProvisionError(f"expected one of {ask.servers} servers, found one of {self._facts.workers}")
-        loader = self._loaders.get(ask.loader)
-        if ask.loader in self._left or client_of(ask.loader) in self._gone:
+        if request.servers != self._facts.workers:
+            raise ProvisionError(f"expected one of {request.servers} servers, found one of {self._facts.workers}")
+        loader = self._loaders.get(request.loader)
+        if request.loader in self._left or client_of(request.loader) in self._gone:
             return None
-        if loader is not None and ask.place.generation < loader.generation:
+        if loader is not None and request.place.generation < loader.generation:
             return None
-        if loader is None or ask.place.generation > loader.generation:
+        if loader is None or request.place.generation > loader.generation:
             before = Served() if loader is None else loader.served
-            loader = self._loaders[ask.loader] = Loader(ask.plan, ask.place.generation, served=before)
-            self._begin(Start(ask.plan, ask.place.epoch, ask.place.consumed))
-        loader.taken, loader.needed = max(loader.taken, ask.taken), ask.needed
-        return batch_at(ask.plan, ask.place, self._tasks.orders)
+            loader = self._loaders[request.loader] = ServedLoader(request.plan, request.place.generation, served=before)
+            self._begin(Start(request.plan, request.place.epoch, request.place.consumed))
+        loader.taken, loader.needed = max(loader.taken, request.taken), request.needed
+        return batch_at(request.plan, request.place, self._tasks.orders)
 
     def _begin(self, start: Start) -> None:
         """Let the cache follow an order, unless loaders have the one that it follows."""
@@ -219,21 +219,21 @@ class Server:
         if self._filling is None:
             self._filling = asyncio.create_task(self._fill())
 
-    def _key(self, ask: Ask) -> Key:
+    def _key(self, request: BatchRequest) -> Key:
         """Smaller for what is needed sooner."""
-        loader = self._loaders.get(ask.loader)
+        loader = self._loaders.get(request.loader)
         if loader is None:
             return _AT_LAST
-        return turn(ask.place.index - loader.taken, loader.needed, loader.turns)
+        return turn(request.place.index - loader.taken, loader.needed, loader.turns)
 
     # Batches
 
-    async def _batch_of(self, ask: Ask) -> Made | None:
+    async def _batch_of(self, request: BatchRequest) -> Made | None:
         try:
-            batch = self._heard(ask)
+            batch = self._heard(request)
             if batch is None:
                 return Made(None, _NO_COST, 0.0, "the loader has gone on elsewhere")
-            return await self._made(ask, batch)
+            return await self._made(request, batch)
         except ActorDiedError:
             raise
         except EngineLost:
@@ -241,43 +241,45 @@ class Server:
         except Exception:  # noqa: BLE001  # whatever it is, the trainer is told
             return Made(None, _NO_COST, 0.0, traceback.format_exc())
 
-    async def _part_of(self, ask: Ask) -> Part:
-        batch = self._heard(ask)
-        return await self._part(ask, batch_at(ask.plan, ask.place, self._tasks.orders) if batch is None else batch)
+    async def _part_of(self, request: BatchRequest) -> EncodedSamples:
+        batch = self._heard(request)
+        return await self._part(
+            request, batch_at(request.plan, request.place, self._tasks.orders) if batch is None else batch
+        )
 
-    async def _made(self, ask: Ask, batch: Batch) -> Made:
-        parts = await self._parts(ask, batch)
+    async def _made(self, request: BatchRequest, batch: Batch) -> Made:
+        parts = await self._parts(request, batch)
         samples = _in_order(batch.positions, self._facts.workers, parts)
         cost = Cost(*map(sum, zip(*(part.cost for part in parts.values()), strict=True)))
-        async with self._turns.turn(partial(self._key, ask)):
-            self._took_turn(ask)
+        async with self._lock.held(partial(self._key, request)):
+            self._took_turn(request)
             began = time.perf_counter()
-            content, skipped = await self._by_user(partial(self._batch, ask, batch, samples))
+            content, skipped = await self._by_user(partial(self._batch, request, batch, samples))
             seconds = time.perf_counter() - began + max((part.seconds for part in parts.values()), default=0.0)
         cost = cost_of_batch(len(batch.positions), cost.hits, cost.read_nbytes, skipped)
-        self._count_batch(ask, cost, len(content))
+        self._count_batch(request, cost, len(content))
         return Made(content, cost, seconds)
 
-    async def _parts(self, ask: Ask, batch: Batch) -> dict[int, Part]:
+    async def _parts(self, request: BatchRequest, batch: Batch) -> dict[int, EncodedSamples]:
         """By server the samples of a batch.
 
         Raises:
             EngineLost: the service ends.
         """
         wanted = sorted(set(owners(batch.positions, self._facts.workers).tolist()))
-        others = {number: self._peer(number).samples.remote(ask) for number in wanted if number != self._number}
-        parts = {self._number: await self._part(ask, batch)} if self._number in wanted else {}
+        others = {number: self._peer(number).samples.remote(request) for number in wanted if number != self._number}
+        parts = {self._number: await self._part(request, batch)} if self._number in wanted else {}
         found = await asyncio.gather(*others.values())
         if None in found:
             raise EngineLost("a server has been told to end")
         return parts | dict(zip(others, found, strict=True))
 
-    async def _part(self, ask: Ask, batch: Batch) -> Part:
-        async with self._turns.turn(partial(self._key, ask)):
-            self._took_turn(ask)
-            return await self._read(self._tasks.task_of(ask.plan, batch), ask.on_error)
+    async def _part(self, request: BatchRequest, batch: Batch) -> EncodedSamples:
+        async with self._lock.held(partial(self._key, request)):
+            self._took_turn(request)
+            return await self._read(self._tasks.task_of(request.plan, batch), request.on_error)
 
-    async def _read(self, task: Task, on_error: OnError) -> Part:
+    async def _read(self, task: Task, on_error: OnError) -> EncodedSamples:
         """Find samples, read those that the cache lacks, and keep them. It is this server's turn."""
         began = time.perf_counter()
         work = self._tasks.work_of(task)
@@ -301,29 +303,29 @@ class Server:
     async def _fill(self) -> None:
         """Read ahead whenever it is nobody's turn."""
         while True:
-            async with self._turns.turn(lambda: _AT_LAST):
+            async with self._lock.held(lambda: _AT_LAST):
                 if (task := self._tasks.next_preload()) is not None:
                     try:
                         await self._read(task, "skip")  # what can be read is kept
                     except Exception:  # noqa: BLE001  # the loader that needs them will be told
-                        self._tasks.stock.not_readable(task.positions)
+                        self._tasks.cache.not_readable(task.positions)
             if task is None:
                 self._has_changed.clear()
                 await self._has_changed.wait()
 
-    def _took_turn(self, ask: Ask) -> None:
+    def _took_turn(self, request: BatchRequest) -> None:
         self._count += 1
-        if (loader := self._loaders.get(ask.loader)) is not None:
+        if (loader := self._loaders.get(request.loader)) is not None:
             loader.turns = self._count
 
-    def _count_batch(self, ask: Ask, cost: Cost, nbytes: int) -> None:
-        if (loader := self._loaders.get(ask.loader)) is None:
+    def _count_batch(self, request: BatchRequest, cost: Cost, nbytes: int) -> None:
+        if (loader := self._loaders.get(request.loader)) is None:
             return
         made = Served().with_batch(nbytes=nbytes, **cost._asdict())
         loader.served += made
-        if ask.waited_seconds is not None:
-            loader.served = replace(loader.served, waits=loader.served.waits.with_wait(ask.waited_seconds))
-        self._exported.add(ask.plan.rank, made, ask.waited_seconds, self._tasks.stock.cached())
+        if request.waited_seconds is not None:
+            loader.served = replace(loader.served, waits=loader.served.waits.with_wait(request.waited_seconds))
+        self._exported.add(request.plan.rank, made, request.waited_seconds, self._tasks.cache.cached())
 
     def _peer(self, number: int) -> Any:
         if number not in self._peers:
@@ -336,7 +338,9 @@ class Server:
         """Call what runs the user's code, and wait for it."""
         return await asyncio.get_running_loop().run_in_executor(self._user, function)
 
-    def _find(self, positions: Integers, offsets: Integers, lengths: Integers, on_error: OnError) -> tuple[Found, Part]:
+    def _find(
+        self, positions: Integers, offsets: Integers, lengths: Integers, on_error: OnError
+    ) -> tuple[Found, EncodedSamples]:
         from fastensor.provision.making import found_samples, read_samples
 
         read = partial(read_samples, self._loaded, seed=self._facts.seed, on_error=on_error)
@@ -345,7 +349,7 @@ class Server:
         hits = int((offsets >= 0).sum()) - len(found.lost)
         return found, _packed(found.samples, Cost(len(positions), hits, nbytes))
 
-    def _batch(self, ask: Ask, batch: Batch, samples: list[Sample]) -> tuple[Any, int]:
+    def _batch(self, request: BatchRequest, batch: Batch, samples: list[Sample]) -> tuple[Any, int]:
         """Returns the bytes of the batch, and how many samples it lacks."""
         from fastensor.provision.making import made_batch
 
@@ -353,23 +357,23 @@ class Server:
             samples,
             batch.positions,
             contents=self._loaded,
-            collate_fn=_unpickled(ask.collate_fn) if ask.collate_fn else None,
-            seed=ask.plan.seed,
+            collate_fn=_unpickled(request.collate_fn) if request.collate_fn else None,
+            seed=request.plan.seed,
             epoch=batch.epoch,
             source_seed=self._facts.seed,
-            on_error=ask.on_error,
+            on_error=request.on_error,
         )
         content = np.empty(made.encoded.nbytes, np.uint8)
         made.encoded.write_into(content.data)
         return content, made.skipped
 
-    def _loaded(self) -> Contents:
+    def _loaded(self) -> UserObjects:
         if self._contents is None:
             self._contents = contents_of(self._name)
         return self._contents
 
 
-def _packed(samples: list[Sample], cost: Cost) -> Part:
+def _packed(samples: list[Sample], cost: Cost) -> EncodedSamples:
     """Copies of samples, in one piece of memory."""
     encoded = [memoryview(b"") if isinstance(sample, Skipped) else sample for sample in samples]
     skipped = {place: sample for place, sample in enumerate(samples) if isinstance(sample, Skipped)}
@@ -380,10 +384,10 @@ def _packed(samples: list[Sample], cost: Cost) -> Part:
     view = memory.data
     for begin, sample in zip(begins, encoded, strict=True):
         view[begin : begin + len(sample)] = sample
-    return Part(memory, begins, lengths, cost, 0.0, skipped)
+    return EncodedSamples(memory, begins, lengths, cost, 0.0, skipped)
 
 
-def _in_order(positions: Integers, servers: int, parts: dict[int, Part]) -> list[Sample]:
+def _in_order(positions: Integers, servers: int, parts: dict[int, EncodedSamples]) -> list[Sample]:
     """The samples of a batch, of the parts that servers have found in the same order.
 
     Raises:
@@ -400,7 +404,7 @@ def _in_order(positions: Integers, servers: int, parts: dict[int, Part]) -> list
     return [next(rest[number]) for number in of_samples.tolist()]
 
 
-def _samples_of(part: Part) -> list[Sample]:
+def _samples_of(part: EncodedSamples) -> list[Sample]:
     """The samples of a part, in its order."""
     memory = owned(part.memory)
     places = enumerate(zip(part.begins, part.lengths, strict=True))

@@ -1,4 +1,4 @@
-"""The manager of a service on Ray: an actor that knows who uses it, and whether its servers are well.
+"""The supervisor of a service on Ray: an actor that knows who uses it, and whether its servers are well.
 
 It takes part in nothing that is quick: batches go from servers to clients. When nobody uses the service any more, it
 ends the servers, and itself. Ray starts it again if it is killed, and its clients then tell it again that they are
@@ -22,7 +22,7 @@ from fastensor.provision.ray.calls import withdraw
 
 _log = logging.getLogger(__name__)
 _FIRST_CLIENT_SECONDS = 60
-"""Seconds that the manager waits for its first client: whoever has started it may have died."""
+"""Seconds that the supervisor waits for its first client: whoever has started it may have died."""
 _CHECK_SECONDS = 5
 _HEALTH_SECONDS = 60
 """A server that does not answer for so long is taken to hang. It answers at once, unless it is starting, which takes
@@ -35,7 +35,7 @@ _ANSWERED_SECONDS = 0.1
 """Seconds within which whoever has had the service end gets an answer."""
 
 
-class Manager:
+class Supervisor:
     """See the module. All methods are called by Ray, in the event loop of the actor.
 
     Args:
@@ -86,7 +86,7 @@ class Manager:
         self._leave(client)
 
     async def check(self) -> None:
-        """Ask all servers whether they are well. One that has ended for good ends the service, which then can be
+        """Ask all servers whether they are well. One that has ended for good ends the service, which can then be
         started again."""
         await self._statuses()
 
@@ -138,8 +138,8 @@ class Manager:
     async def _end_all(self) -> None:
         """End the servers, forget what is served, then end this actor: its name is free only when all have gone.
 
-        Whatever fails, the rest is done: a manager that stayed would send all clients away, and nobody could start the
-        service again.
+        Whatever fails, the rest is done: a supervisor that stayed would send all clients away, and nobody could start
+        the service again.
         """
         try:
             with ExitStack() as ending:
@@ -153,7 +153,7 @@ class Manager:
             _log.exception("Not all of the data service has ended as it should")
 
     def _end_itself(self) -> None:
-        itself = names.manager_of(self._name)
+        itself = names.supervisor_of(self._name)
         asyncio.get_running_loop().call_later(_ANSWERED_SECONDS, lambda: ray.kill(itself, no_restart=True))
 
     async def _stop_servers(self) -> None:

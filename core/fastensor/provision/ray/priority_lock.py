@@ -11,7 +11,7 @@ Key: TypeAlias = tuple[int, int, int]
 """Smaller ones come first. See :func:`fastensor.provision.credits.turn`."""
 
 
-class Turns:
+class PriorityLock:
     """A lock of asyncio that is passed on to whoever has the smallest key at that moment.
 
     Used by one event loop.
@@ -22,7 +22,7 @@ class Turns:
         self._waiting: list[tuple[Callable[[], Key], asyncio.Future[None]]] = []
 
     @asynccontextmanager
-    async def turn(self, key: Callable[[], Key]) -> AsyncIterator[None]:
+    async def held(self, key: Callable[[], Key]) -> AsyncIterator[None]:
         """Wait for one's turn, and have it until the end of the block.
 
         Args:

@@ -1,4 +1,4 @@
-"""The manager of a service on Ray ends with it, whatever fails."""
+"""The supervisor of a service on Ray ends with it, whatever fails."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("ray", reason="the engine on Ray needs it: the extra ray brings it")
 
-from fastensor.provision.ray import manager
-from fastensor.provision.ray.manager import Manager
+from fastensor.provision.ray import supervisor
+from fastensor.provision.ray.supervisor import Supervisor
 
 
 @pytest.mark.parametrize("failing", ["withdraw", "server", "stops"])
@@ -38,18 +38,18 @@ def test_a_manager_ends_whatever_fails(
             raise ValueError("it cannot be reached")
 
     async def end() -> None:
-        ending = Manager.__new__(Manager)
+        ending = Supervisor.__new__(Supervisor)
         ending._name, ending._servers, ending._is_ending, ending._running = "name", ["server 0", "server 1"], False, []
         monkeypatch.setattr(ending, "_stop_servers", stop)
         ending._end()
         await asyncio.gather(*ending._running)
-        while "manager" not in killed:
+        while "supervisor" not in killed:
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(manager.ray, "kill", kill)
-    monkeypatch.setattr(manager, "withdraw", withdraw)
-    monkeypatch.setattr(manager.names, "manager_of", lambda name: "manager")
+    monkeypatch.setattr(supervisor.ray, "kill", kill)
+    monkeypatch.setattr(supervisor, "withdraw", withdraw)
+    monkeypatch.setattr(supervisor.names, "supervisor_of", lambda name: "supervisor")
     asyncio.run(asyncio.wait_for(end(), 30))
-    assert sorted(killed) == ["manager", "server 0", "server 1"]
+    assert sorted(killed) == ["supervisor", "server 0", "server 1"]
     assert withdrawn.is_set()
     assert "it cannot be reached" in caplog.text

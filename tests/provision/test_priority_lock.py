@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from fastensor.provision.ray.memory import owned
-from fastensor.provision.ray.turns import Turns
+from fastensor.provision.ray.priority_lock import PriorityLock
 
 
-async def wait_for(turns: Turns) -> str:
-    async with turns.turn(lambda: (0, 0, 0)):
+async def wait_for(lock: PriorityLock) -> str:
+    async with lock.held(lambda: (0, 0, 0)):
         return "came"
 
 
@@ -21,16 +21,16 @@ def test_the_smallest_key_at_that_moment_is_next() -> None:
     keys = {"a": 3, "b": 2, "c": 1}
     came: list[str] = []
 
-    async def come(turns: Turns, name: str) -> None:
-        async with turns.turn(lambda: (keys[name], 0, 0)):
+    async def come(lock: PriorityLock, name: str) -> None:
+        async with lock.held(lambda: (keys[name], 0, 0)):
             came.append(name)
             await asyncio.sleep(0)
             keys["b"] = 0  # while others wait
 
     async def main() -> None:
-        turns = Turns()
-        async with turns.turn(lambda: (0, 0, 0)):
-            waiting = [asyncio.create_task(come(turns, name)) for name in keys]
+        lock = PriorityLock()
+        async with lock.held(lambda: (0, 0, 0)):
+            waiting = [asyncio.create_task(come(lock, name)) for name in keys]
             await asyncio.sleep(0)
         await asyncio.gather(*waiting)
 
@@ -40,9 +40,9 @@ def test_the_smallest_key_at_that_moment_is_next() -> None:
 
 def test_who_gives_up_holds_nobody_up() -> None:
     async def main() -> None:
-        turns = Turns()
-        async with turns.turn(lambda: (0, 0, 0)):
-            first, second, third = (asyncio.create_task(wait_for(turns)) for _ in range(3))
+        lock = PriorityLock()
+        async with lock.held(lambda: (0, 0, 0)):
+            first, second, third = (asyncio.create_task(wait_for(lock)) for _ in range(3))
             await asyncio.sleep(0)
             second.cancel()
             await asyncio.sleep(0)
@@ -51,24 +51,24 @@ def test_who_gives_up_holds_nobody_up() -> None:
             await first
         assert await third == "came"
         with pytest.raises(ValueError, match="free again"):
-            async with turns.turn(lambda: (0, 0, 0)):
+            async with lock.held(lambda: (0, 0, 0)):
                 raise ValueError("free again")
-        assert await wait_for(turns) == "came"
+        assert await wait_for(lock) == "came"
 
     asyncio.run(main())
 
 
 def test_who_has_just_given_up_is_passed_over() -> None:
     async def main() -> None:
-        turns = Turns()
-        async with turns.turn(lambda: (0, 0, 0)):
-            first, second = (asyncio.create_task(wait_for(turns)) for _ in range(2))
+        lock = PriorityLock()
+        async with lock.held(lambda: (0, 0, 0)):
+            first, second = (asyncio.create_task(wait_for(lock)) for _ in range(2))
             await asyncio.sleep(0)
             first.cancel()  # it has not noticed when the turn is passed on
         with pytest.raises(asyncio.CancelledError):
             await first
         assert await second == "came"
-        assert await wait_for(turns) == "came"
+        assert await wait_for(lock) == "came"
 
     asyncio.run(main())
 

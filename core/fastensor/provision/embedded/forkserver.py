@@ -10,8 +10,8 @@ and some cope with forks, such as that of the memory allocator of pyarrow (``jem
 scikit-learn import. Those of gRPC, or of the SDK of AWS, may not: a script must not start clients of these when it is
 imported.
 
-A worker is the grandchild of the nursery. The process between them ends, and the worker becomes a child of the server,
-which has asked the kernel for orphans: it can wait for the worker, and the worker ends with it.
+A worker is the grandchild of the forkserver. The process between them ends, and the worker becomes a child of the
+server, which has asked the kernel for orphans: it can wait for the worker, and the worker ends with it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Main(Protocol):
     def __call__(self, connection: Connection, *, place: int) -> NoReturn: ...
 
 
-class NurseryProcess:
-    """A nursery, as the server sees it.
+class ForkServer:
+    """A forkserver, as the server sees it.
 
     Args:
         main: what runs in each worker.
@@ -77,8 +77,8 @@ class NurseryProcess:
         self.connection = Connection(ours)
 
     def ask(self, places: Collection[int]) -> None:
-        """Ask for workers, in one message: the kernel takes few while the nursery prepares itself. That a nursery has
-        ended is found when it is listened to."""
+        """Ask for workers, in one message: the kernel takes few while the forkserver prepares itself. That it has ended
+        is found when it is listened to."""
         self.awaited.update(places)
         if places:
             with suppress(ConnectionLost):
@@ -103,7 +103,7 @@ def adopt_orphans() -> None:
 
 
 def _run(connection: Connection, server_pid: int, main: Main, spec_fd: int, *, prepares: bool) -> NoReturn:
-    """Be a nursery, in a forked child of the server. Keeps nothing else of it open."""
+    """Be a forkserver, in a forked child of the server. Keeps nothing else of it open."""
     status = 1
     try:
         _die_with(server_pid)
@@ -144,12 +144,12 @@ def _fork(main: Callable[[Connection], NoReturn], server_pid: int, connection: C
     """Make a worker. Returns its process id, and the server's end of the connection to it.
 
     Args:
-        connection: of the nursery to the server. The worker closes it, and what is made here, but nothing that the
+        connection: of the forkserver to the server. The worker closes it, and what is made here, but nothing that the
             user's script, or a library, may have open.
     """
     ours, theirs = socket.socketpair()
     said, say = os.pipe()
-    adopted, adopt = os.pipe()  # is closed by the nursery when the server is the parent
+    adopted, adopt = os.pipe()  # is closed by the forkserver when the server is the parent
     between = os.fork()
     if not between:
         pid = os.fork()

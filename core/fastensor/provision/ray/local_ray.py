@@ -18,22 +18,6 @@ from fastensor.data.serving import LocalClient, LocalServer
 from fastensor.provision.ray.cluster import as_named
 
 
-class Keeper(LocalServer[LocalClient]):
-    """Tells clients an address, until the last one has gone.
-
-    Args:
-        listener: a Unix socket that listens. It belongs to the server.
-        address: of Ray.
-    """
-
-    def __init__(self, listener: socket.socket, address: str) -> None:
-        super().__init__(listener, LocalClient)
-        self._address = address
-
-    def greet(self, client: LocalClient) -> None:
-        client.connection.send(self._address)
-
-
 def main(fd: int) -> None:
     """Run in a process of its own.
 
@@ -47,7 +31,8 @@ def main(fd: int) -> None:
             ray.init(
                 "local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, _temp_dir=folder
             )
-        Keeper(socket.socket(fileno=fd), str(ray.get_runtime_context().gcs_address)).run()
+        address = str(ray.get_runtime_context().gcs_address)
+        LocalServer(socket.socket(fileno=fd), LocalClient, greeting=address).run()
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
