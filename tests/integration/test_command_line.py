@@ -19,8 +19,8 @@ from programs import command_line
 
 import fastensor
 from fastensor.checkpoint.conversion.copying import cast_bytes
-from fastensor.cli import output
 from fastensor.cli.errors import in_flags
+from fastensor.files import progress_bar
 
 WEIGHTS = {
     "model.a": torch.arange(600.0).reshape(20, 30),
@@ -145,9 +145,9 @@ def test_colours_are_for_terminals(capsys: Any, ckpt: Path, monkeypatch: pytest.
 
 def test_a_bar_waits_for_a_second(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     now = [0.0]
-    monkeypatch.setattr(output.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(progress_bar.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with output.progress_bar("x") as show:
+    with progress_bar.progress_bar("x") as show:
         show(1 << 20, 4 << 20)
         assert capsys.readouterr().err == ""
         now[0] = 1.5

@@ -532,9 +532,7 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
 
 
 def test_a_progress_bar_on_long_work(ckpt: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from fastensor.cli import output
-
-    monkeypatch.setattr(output, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("fastensor.files.progress_bar._PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     status, out, err = command_line(capsys, "verify", ckpt)
     assert (status, "intact" in out) == (0, True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import multiprocessing
 import os
 import resource
@@ -31,11 +30,11 @@ from provision.datasets import (
     mark_before,
     reads_in,
 )
-from rich.console import Console
 from torch.utils.data import DataLoader
 
 from fastensor.data import EpochPlan, processes
 from fastensor.errors import UnsupportedSampleError
+from fastensor.files import progress_bar
 from fastensor.provision import BatchError, DataService, ProvisionError
 from fastensor.provision.embedded.protocol import AskStatus, Hello, Status
 from fastensor.provision.filling import show
@@ -709,14 +708,20 @@ def test_statistics_are_a_table(shared: DataService) -> None:
     assert total.split()[:4] == ["in", "all", "16", "120"]
 
 
-def test_a_bar_shows_how_the_cache_fills(start: Start) -> None:
+def test_a_bar_shows_how_the_cache_fills(
+    start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress_bar, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     service = start()
     observer = DataService.connect(service.address)._engine
-    console = Console(file=io.StringIO(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
     service.preload()
-    show(observer, console, lambda: False)
-    assert "60 of 60 samples" in console.file.getvalue()
-    show(observer, console, lambda: True)
+    show(observer, lambda: False)
+    nbytes = service.status()["cached_nbytes"] / 1024
+    err = capsys.readouterr().err
+    assert "filling the cache" in err
+    assert f"{nbytes:.1f}/{nbytes:.1f} KiB" in err
+    show(observer, lambda: True)
     observer.close()
 
 
@@ -725,10 +730,9 @@ def test_a_bar_ends_without_samples_and_with_some_that_cannot_be_read(start: Sta
     (folder / "fail-3").touch()
     service = start(Numbers(samples, folder), workers=1)
     service.preload()
-    console = Console(file=io.StringIO(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
     with closing(DataService.connect(service.address)._engine) as observer:
         looks = iter(range(100))
-        show(observer, console, lambda: next(looks) == 99)
+        show(observer, lambda: next(looks) == 99)
     assert next(looks) < 99
     assert service.status()["is_filled"]
 

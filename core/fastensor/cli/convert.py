@@ -18,8 +18,9 @@ from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.report import SaveReport
 from fastensor.cli.errors import wrong_arguments
-from fastensor.cli.output import OK, print_json, printable, progress_bar
+from fastensor.cli.output import OK, print_json, printable
 from fastensor.errors import FastensorError
+from fastensor.files.progress_bar import progress_bar
 from fastensor.files.words import human_seconds, human_size, some_of
 
 _SHOWN = 10
@@ -49,7 +50,7 @@ def run(source: str, target: str, settings: ConvertSettings, *, force: bool, jso
             lost.extend(names)
             _check_losses(source, lost, ties, settings)
 
-        with progress_bar(target) as progress:
+        with progress_bar(printable(target)) as progress:
             report = convert_by(source, target, replace(settings, drop=True), progress, check=check)
     if json:
         print_json({**asdict(report), "container": settings.container, "left_out": lost})

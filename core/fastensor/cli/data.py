@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from fastensor.cli.output import OK, print_json, print_table, progress_bar
+from fastensor.cli.output import OK, print_json, print_table, printable
 from fastensor.data.index import LmdbIndex
 from fastensor.data.inspect import LmdbInspection, inspect_lmdb
+from fastensor.files.progress_bar import progress_bar
 from fastensor.files.words import counted, human_size
 
 _PERCENTILES = (0, 50, 99, 100)
@@ -18,7 +19,7 @@ _PERCENTILES = (0, 50, 99, 100)
 def index(path: str, db: str | None, output: str | None, *, json: bool) -> int:
     """Index a dataset."""
     page_nbytes = inspect_lmdb(path).page_size
-    with progress_bar(path) as show:
+    with progress_bar(printable(path)) as show:
         found = LmdbIndex.open(
             path, db, output or "auto", progress=lambda done, total: show(done * page_nbytes, total * page_nbytes)
         )

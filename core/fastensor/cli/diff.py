@@ -7,7 +7,8 @@ from dataclasses import asdict
 
 from fastensor.checkpoint.diff import Difference, diff
 from fastensor.cli.errors import wrong_arguments
-from fastensor.cli.output import FAILED, OK, print_json, print_table, printable, progress_bar, without_middle
+from fastensor.cli.output import FAILED, OK, print_json, print_table, printable, without_middle
+from fastensor.files.progress_bar import progress_bar
 from fastensor.files.words import counted
 
 _MANY = 100

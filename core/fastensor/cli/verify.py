@@ -11,8 +11,9 @@ from fastensor.checkpoint.comparing import DamagedCheckpointError, VerifyReport
 from fastensor.checkpoint.folders import Entry
 from fastensor.checkpoint.verify import members_at, verify_member
 from fastensor.cli.errors import in_flags
-from fastensor.cli.output import FAILED, FOREIGN_CODE, OK, UNCHECKED, print_json, print_table, printable, progress_bar
+from fastensor.cli.output import FAILED, FOREIGN_CODE, OK, UNCHECKED, print_json, print_table, printable
 from fastensor.errors import FastensorError
+from fastensor.files.progress_bar import progress_bar
 from fastensor.files.words import human_size, some_of
 
 _STYLES = {
@@ -53,7 +54,7 @@ def _verify_all(file: str) -> Iterator[dict[str, Any]]:
 
 def _verify(file: str, member: Entry) -> dict[str, Any]:
     try:
-        with progress_bar(file) as progress:
+        with progress_bar(printable(file)) as progress:
             report = verify_member(member, registry.AUTO, progress)
     except DamagedCheckpointError as error:
         return {"result": "damaged", "error": str(error), **asdict(error.report), "path": file}

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from fastensor.cli.checkup.measurement import Chosen, Rounds, Speed, measure_rounds
-from fastensor.cli.output import GrowingTable, print_table, progress_bar
+from fastensor.cli.output import GrowingTable, print_table
+from fastensor.files.progress_bar import progress_bar
 from fastensor.files.words import MIB, human_size
 
 _SIZE_WIDTH = len("1023 MiB")
