@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -188,6 +189,15 @@ def test_the_end_of_the_other_process_is_noticed(ends: tuple[Connection, Connect
         received(ends[1])
     with pytest.raises(ConnectionLost):
         ends[1].send("")
+
+
+@pytest.mark.parametrize(("pickled_nbytes", "sent"), [(4, b"____"), (0, b""), (1 << 40, b"")])
+def test_what_is_no_message_ends_the_connection(
+    ends: tuple[Connection, Connection], pickled_nbytes: int, sent: bytes
+) -> None:
+    os.write(ends[0].fileno(), struct.pack("<QQ", pickled_nbytes, 0) + sent)
+    with pytest.raises(ConnectionLost, match=r"what it sent is no message|it sent a message of 1099511627776 bytes"):
+        received(ends[1])
 
 
 def test_a_connection_ends_although_a_forked_child_has_a_copy(ends: tuple[Connection, Connection]) -> None:

@@ -162,8 +162,12 @@ class Connection:
                     raise ConnectionLost(f"it sent a message of {self._pickled_nbytes + nbytes} bytes")
                 self._into = memoryview(bytearray(self._pickled_nbytes + nbytes))
                 continue
+            try:
+                content = pickle.loads(into[: self._pickled_nbytes])
+            except Exception as error:
+                raise ConnectionLost(f"what it sent is no message: {error}") from error
             self._into, fd, self._fd = None, self._fd, None
-            return Message(pickle.loads(into[: self._pickled_nbytes]), into[self._pickled_nbytes :], fd)
+            return Message(content, into[self._pickled_nbytes :], fd)
 
     def arrived(self) -> Iterator[Message]:
         """The messages that have arrived. Sends what was not sent yet.
