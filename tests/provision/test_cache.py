@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from fastensor.data import EpochPlan
 from fastensor.provision.cache import Cache
-from fastensor.provision.gaps import SlabSpace
 from fastensor.provision.next_uses import NextUses, PositionSet, Schedule
+from fastensor.provision.slabs import SlabSpace
 
 SLAB = 1024
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fastensor.data.plan import Positions
-from fastensor.provision.gaps import SlabSpace
 from fastensor.provision.next_uses import NextUses
+from fastensor.provision.slabs import SlabSpace
 
 SLAB_NBYTES = 64 << 20
 
@@ -38,8 +38,8 @@ class Cache:
     Args:
         samples: the number of samples in the dataset.
         nbytes: of the cache.
-        slab_nbytes: of its slabs; see :mod:`fastensor.provision.gaps`. Less if the cache is smaller, and up to twice as
-            much so that little of the cache is left.
+        slab_nbytes: of its slabs; see :mod:`fastensor.provision.slabs`. Less if the cache is smaller, and up to twice
+            as much so that little of the cache is left.
 
     Raises:
         ValueError: there is no room for a single slab.

@@ -1,8 +1,10 @@
-"""Messages to worker processes, and their answers."""
+"""Messages to worker processes, and their answers. Pickles of small arrays are slow, so theirs have one for all."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from fastensor.data.coalescing import Integers
 
@@ -23,6 +25,14 @@ class Work(NamedTuple):
     lengths: Integers
     """Bytes of each sample in the cache."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        *head, positions, offsets, lengths = self
+        return _work_of, (head, np.concatenate([positions, offsets, lengths]).tobytes())
+
+
+def _work_of(head: list[Any], numbers: bytes) -> Work:
+    return Work(*head, *np.frombuffer(numbers, np.int64).reshape(3, -1))
+
 
 class Done(NamedTuple):
     """Answer of a worker."""
@@ -38,3 +48,12 @@ class Done(NamedTuple):
     """Positions of the samples whose bytes in the cache were not what had been stored."""
     skipped: int = 0
     """Samples of the batch that could not be made, and were left out."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        number, nbytes, read, lengths, lost, skipped = self
+        return _done_of, (number, nbytes, np.concatenate([read, lengths, lost]).tobytes(), len(read), skipped)
+
+
+def _done_of(number: int, nbytes: int, numbers: bytes, read: int, skipped: int) -> Done:
+    positions, lengths, lost = np.split(np.frombuffer(numbers, np.int64), [read, 2 * read])
+    return Done(number, nbytes, positions, lengths, lost, skipped)
