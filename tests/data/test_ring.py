@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastensor.data.connection import Connection, ConnectionLost, Message
-from fastensor.data.ring import ALIGNMENT, RingReader, RingWriter, Slot
+from fastensor.data.ring import ALIGNMENT, Slot, SlotReader, SlotWriter
 
 BLOCKS = 12
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5 * ALIGNMENT)), max_size=200))
 def test_room_is_lent_once_and_refused_only_if_no_gap_fits(steps: list[tuple[bool, int]]) -> None:
-    writer = RingWriter(BLOCKS * ALIGNMENT)
+    writer = SlotWriter(BLOCKS * ALIGNMENT)
     used: dict[int, range] = {}
     for takes, number in steps:
         if not takes:
@@ -49,7 +49,7 @@ def test_room_is_lent_once_and_refused_only_if_no_gap_fits(steps: list[tuple[boo
 
 
 def test_what_a_slot_does_not_need_is_free() -> None:
-    writer = RingWriter(4 * ALIGNMENT)
+    writer = SlotWriter(4 * ALIGNMENT)
     slot, _ = writer.place(4 * ALIGNMENT) or pytest.fail("no room")
     assert writer.place(1) is None
     assert writer.shrink(slot, ALIGNMENT + 1).nbytes == ALIGNMENT + 1
@@ -62,7 +62,7 @@ def test_what_a_slot_does_not_need_is_free() -> None:
 
 
 def test_a_slot_that_is_not_in_use_cannot_be_given_back() -> None:
-    writer = RingWriter(1 << 12)
+    writer = SlotWriter(1 << 12)
     assert writer.place(100) is not None
     writer.release(0)
     with pytest.raises(KeyError):
@@ -80,8 +80,8 @@ VIEWS: list[Callable[[memoryview], Any]] = [
 
 @pytest.mark.parametrize("use", VIEWS)
 def test_a_slot_is_in_use_while_a_view_of_a_view_is(use: Callable[[memoryview], Any]) -> None:
-    writer = RingWriter(1 << 14)
-    reader = RingReader(writer.fd)
+    writer = SlotWriter(1 << 14)
+    reader = SlotReader(writer.fd)
     placed = writer.place(1000)
     assert placed is not None
     slot, room = placed
@@ -101,14 +101,14 @@ def test_a_slot_is_in_use_while_a_view_of_a_view_is(use: Callable[[memoryview], 
 
 @pytest.mark.parametrize("slot", [Slot(0, 4000, 97), Slot(0, -1, 5), Slot(0, 0, -1)])
 def test_a_slot_that_is_not_in_the_ring(slot: Slot) -> None:
-    writer = RingWriter(1 << 12)
+    writer = SlotWriter(1 << 12)
     with pytest.raises(ValueError, match=r"slot 0 has bytes .* and the ring has 4096"):
-        RingReader(writer.fd).view(slot)
+        SlotReader(writer.fd).view(slot)
 
 
 def test_a_slot_without_bytes() -> None:
-    writer = RingWriter(1 << 12)
-    reader = RingReader(writer.fd)
+    writer = SlotWriter(1 << 12)
+    reader = SlotReader(writer.fd)
     placed = writer.place(0)
     assert placed is not None
     assert bytes(reader.view(placed[0])) == b""
@@ -116,8 +116,8 @@ def test_a_slot_without_bytes() -> None:
 
 
 def test_views_outlive_the_writer_and_the_reader() -> None:
-    writer = RingWriter(1 << 12)
-    reader = RingReader(writer.fd)
+    writer = SlotWriter(1 << 12)
+    reader = SlotReader(writer.fd)
     slot, room = writer.place(4) or pytest.fail("no room")
     room[:] = b"kept"
     view = reader.view(slot)
@@ -127,7 +127,7 @@ def test_views_outlive_the_writer_and_the_reader() -> None:
 
 
 def test_the_memory_cannot_be_truncated() -> None:
-    writer = RingWriter(1 << 14)
+    writer = SlotWriter(1 << 14)
     for nbytes in (0, 1 << 20):
         with pytest.raises(PermissionError):
             os.ftruncate(writer.fd, nbytes)

@@ -33,7 +33,7 @@ _FIRST_CHOICE_SOONER = 2
 values will be wanted, and a sweep can begin."""
 
 
-class _Begun(NamedTuple):
+class _BegunFetch(NamedTuple):
     """A batch that an engine has begun to bring: values ``begin`` to before ``end`` of a fetch."""
 
     key: bytes
@@ -91,8 +91,8 @@ class ValueReader:
         self._interrupted = False
         """True if an interrupt, or want of memory, has cut the engine short, so that its next values may be lost."""
         self._expected: deque[bytes] = deque()
-        """Batches that were announced and not begun, by keys as in ``_Begun``."""
-        self._begun: deque[_Begun] = deque()
+        """Batches that were announced and not begun, by keys as in ``_BegunFetch``."""
+        self._begun: deque[_BegunFetch] = deque()
         self._begun_nbytes = 0
         self._lock = threading.Lock()
 
@@ -196,7 +196,7 @@ class ValueReader:
         fetch = self._engine.fetch(self._extents_of(np.concatenate([positions for _, positions, _ in batches])))
         begin = 0
         for key, positions, nbytes in batches:
-            self._begun.append(_Begun(key, nbytes, fetch, begin, begin + len(positions)))
+            self._begun.append(_BegunFetch(key, nbytes, fetch, begin, begin + len(positions)))
             self._begun_nbytes += nbytes
             begin += len(positions)
 

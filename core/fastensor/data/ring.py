@@ -79,7 +79,7 @@ class Slot(NamedTuple):
     nbytes: int
 
 
-class RingWriter:
+class SlotWriter:
     """The end that fills slots.
 
     Args:
@@ -141,11 +141,11 @@ class RingWriter:
         self._free.add(*self._lent.pop(sequence))
 
 
-class RingReader:
+class SlotReader:
     """The end that uses slots.
 
     Args:
-        fd: the memory of a :class:`RingWriter`. May be closed afterwards.
+        fd: the memory of a :class:`SlotWriter`. May be closed afterwards.
         writable: whether views can be written to, as the reader owns its slots.
 
     Raises:

@@ -67,7 +67,7 @@ class _Values(NamedTuple):
     lengths: Ints
 
 
-class _Chunk(NamedTuple):
+class _PageChunk(NamedTuple):
     """Pages that the kernel reads, and that are to be copied from its cache."""
 
     numbers: Ints
@@ -237,7 +237,7 @@ class TreeReader:
             check_headers(pages, kind, what)
             yield pages
 
-    def _begin(self, numbers: Ints) -> _Chunk:
+    def _begin(self, numbers: Ints) -> _PageChunk:
         """Have the kernel read pages, those that are neighbours in the file together."""
         size = self._geometry.page_size
         order = np.argsort(numbers, kind="stable")
@@ -249,9 +249,9 @@ class TreeReader:
         runs = list(zip(*(column.tolist() for column in columns), strict=True))
         for offset, first, end in runs:
             posix.advise(self._fd, offset, end - first, os.POSIX_FADV_WILLNEED)
-        return _Chunk(numbers, order, runs)
+        return _PageChunk(numbers, order, runs)
 
-    def _load(self, chunk: _Chunk) -> Pages:
+    def _load(self, chunk: _PageChunk) -> Pages:
         """The pages of a chunk, in memory in the order of the file."""
         size, count = self._geometry.page_size, len(chunk.numbers)
         data = np.empty(count * size, np.uint8)

@@ -8,7 +8,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from fastensor.data.coalescing import Integers
 from fastensor.data.plan import EpochPlan, Positions
-from fastensor.data.ring import NO_SLOT, RingWriter, Slot
+from fastensor.data.ring import NO_SLOT, Slot, SlotWriter
 from fastensor.provision.credits import FIRST, ClientPace, turn
 from fastensor.provision.engine import Registration, Start
 from fastensor.provision.next_uses import Schedule
@@ -190,7 +190,7 @@ class Flow(Generic[P]):
 class Stream(Flow[Batch]):
     """A loader whose batches are sent through a ring."""
 
-    ring: RingWriter = field(kw_only=True)
+    ring: SlotWriter = field(kw_only=True)
     is_gone: bool = False
     """True if its client has ended. What is still made for it is thrown away."""
     served: int = -1

@@ -13,7 +13,7 @@ from fastensor.data.connection import ConnectionLost, Conversation, Message
 from fastensor.data.engines.base import Value
 from fastensor.data.node.lease import NodeReader
 from fastensor.data.node.protocol import Cancel, Failed, Opening, Release, Request, Wait, layout
-from fastensor.data.ring import NO_SLOT, RingReader
+from fastensor.data.ring import NO_SLOT, SlotReader
 from fastensor.errors import NodeReaderError
 
 _SILENT_SECONDS = 1800.0
@@ -56,7 +56,7 @@ class NodeEngine:
                 raise answer.content.error
             assert answer.fd is not None
             try:
-                self._ring = RingReader(answer.fd)
+                self._ring = SlotReader(answer.fd)
             finally:
                 os.close(answer.fd)
         self.name = f"node/{answer.content.engine}"

@@ -37,7 +37,7 @@ from fastensor.data.node.protocol import (
     layout,
     sent_error,
 )
-from fastensor.data.ring import NO_SLOT, RingWriter, Slot
+from fastensor.data.ring import NO_SLOT, Slot, SlotWriter
 from fastensor.data.serving import LocalClient, LocalServer
 
 _SLOT_NBYTES = 256 << 10
@@ -145,7 +145,7 @@ class _Client(LocalClient):
     def __init__(self, connection: Connection, number: int) -> None:
         super().__init__(connection, number)
         self.source: _OpenFile | None = None
-        self.ring: RingWriter | None = None
+        self.ring: SlotWriter | None = None
         self.slot_nbytes = 0
         self.pieces: dict[int, deque[_Piece]] = {}
         """What was not sent yet of each request; the oldest request comes first."""
@@ -249,7 +249,7 @@ class NodeServer(LocalServer[_Client]):
     def _open(self, client: _Client, fd: int, opening: Opening) -> None:
         """Open a file for a client, and give it a ring."""
         try:
-            client.ring = RingWriter(opening.ring_nbytes)
+            client.ring = SlotWriter(opening.ring_nbytes)
             client.slot_nbytes = min(_SLOT_NBYTES, opening.ring_nbytes // 4)
             client.source = self._source(fd, opening)
         except Exception as error:  # noqa: BLE001  # the client raises it

@@ -15,7 +15,7 @@ from typing import Any
 from fastensor.data import processes
 from fastensor.data.connection import Connection, ConnectionLost, Conversation, Message
 from fastensor.data.plan import EpochPlan
-from fastensor.data.ring import RingReader
+from fastensor.data.ring import SlotReader
 from fastensor.errors import ProvisionError
 from fastensor.provision.embedded.protocol import (
     AskStatus,
@@ -163,7 +163,7 @@ class EmbeddedFeed:
             connection.send(wanted)
             answer = _answer(connection, processes.ANSWER_SECONDS, Registered)
             assert answer.fd is not None
-            self._ring = RingReader(answer.fd, writable=True)
+            self._ring = SlotReader(answer.fd, writable=True)
             os.close(answer.fd)
 
     def start(self, start: Start) -> None:

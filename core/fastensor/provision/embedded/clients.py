@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fastensor.data.connection import Connection, ConnectionLost
-from fastensor.data.ring import RingWriter, Slot
+from fastensor.data.ring import Slot, SlotWriter
 from fastensor.data.serving import LocalClient
 from fastensor.provision.embedded.protocol import BatchReady, Credit, Refused, Register, Registered
 from fastensor.provision.engine import Cost
@@ -41,7 +41,7 @@ class Client(LocalClient):
     def register(self, wanted: Register) -> None:
         """Serve a loader, if there is memory for its batches."""
         try:
-            ring = RingWriter(wanted.registration.buffer_nbytes)
+            ring = SlotWriter(wanted.registration.buffer_nbytes)
         except (OSError, ValueError, MemoryError) as error:
             self.connection.send(Refused(f"there is no memory for batches: {error}"))
             return
