@@ -81,7 +81,7 @@ class LocalServer(Generic[C]):
         """A client has gone."""
 
     def work(self) -> bool:
-        """Do something that no client waits for. Returns whether there is more to do at once."""
+        """Go on with what clients want. Returns whether there is more to do at once."""
         return False
 
     def run(self) -> None:
@@ -98,7 +98,7 @@ class LocalServer(Generic[C]):
     def await_events(self, seconds: float | None) -> bool:
         """Do what comes within ``seconds``. False if nothing does, and there is no client."""
         was_full, self._is_full = self._is_full, False
-        events = self._selector.select(_FULL_SECONDS if was_full and seconds is None else seconds)
+        events = self._selector.select(_FULL_SECONDS if was_full and seconds != 0 else seconds)
         if was_full:
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         for key, _ in events:

@@ -7,42 +7,25 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 from fastensor.files.progress_bar import progress_bar
+from fastensor.provision.embedded.client import EmbeddedEngine
 from fastensor.provision.engine import Engine, EngineLost
 
 _SECONDS = 0.2
 """Between two looks at the cache."""
 
 
-class Left(Protocol):
-    """Whoever uses a service, and may stop to do so."""
-
-    @property
-    def is_left(self) -> bool:
-        """True once it has left."""
-
-
-def show_in_thread(user: Left, connect: Callable[[], Engine]) -> None:
-    """Show the bar, if the error output is a terminal.
-
-    Args:
-        user: the bar ends when it has left the service, or is gone.
-        connect: makes a client of the service for the thread, which closes it.
-    """
+def show_in_thread(engine: EmbeddedEngine) -> None:
+    """Show the bar, if the error output is a terminal, until the engine is gone, or has left the service."""
     if sys.stderr.isatty():
-        arguments = weakref.ref(user), connect()
+        arguments = weakref.ref(engine), EmbeddedEngine(engine.address)
         threading.Thread(target=_run, args=arguments, name="fastensor-service-bar", daemon=True).start()
 
 
-def _run(found: Callable[[], Left | None], observer: Engine) -> None:
-    def is_left() -> bool:
-        user = found()
-        return user is None or user.is_left
-
+def _run(found: Callable[[], EmbeddedEngine | None], observer: Engine) -> None:
     try:
-        show(observer, is_left)
+        show(observer, lambda: (engine := found()) is None or engine.is_left)
     except EngineLost:
         pass  # whoever needs the service starts it again
     finally:

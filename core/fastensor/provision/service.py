@@ -143,7 +143,7 @@ class DataService:
                 f"{(seed, cache_bytes)}, found {has}; give the other service a name of its own by name="
             )
         if isinstance(joined, EmbeddedEngine) and progress and cache_bytes and joined.has_started:
-            show_in_thread(joined, lambda: EmbeddedEngine(f"local:{of_job}"))
+            show_in_thread(joined)
         return cls(joined)
 
     @classmethod
