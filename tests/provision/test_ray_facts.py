@@ -15,7 +15,7 @@ from provision.rays import local_ray
 from fastensor.errors import ProvisionError
 from fastensor.provision.engine import Cost, Facts
 from fastensor.provision.ray import names
-from fastensor.provision.ray.calls import Part, contents_of, facts_of, pickled, publish, withdraw
+from fastensor.provision.ray.calls import EncodedSamples, contents_of, facts_of, pickled, publish, withdraw
 from fastensor.provision.ray.cluster import _is_at
 from fastensor.provision.ray.server import Latest, _in_order
 
@@ -26,8 +26,10 @@ def ray() -> Iterator[Any]:
         yield ray
 
 
-def part(samples: int) -> Part:
-    return Part(np.zeros(64 * samples, np.uint8), [64 * one for one in range(samples)], [8] * samples, Cost(0, 0, 0), 0)
+def part(samples: int) -> EncodedSamples:
+    return EncodedSamples(
+        np.zeros(64 * samples, np.uint8), [64 * one for one in range(samples)], [8] * samples, Cost(0, 0, 0), 0
+    )
 
 
 def test_a_server_that_sends_other_samples_than_it_keeps_is_an_error() -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from programs import Program
 from provision.datasets import Numbers
@@ -47,7 +48,7 @@ def is_dropped(connection: Connection) -> bool:
 REGISTER = Register(Registration(), b"")
 NONSENSE = {
     "no message": [99],
-    "a message of a worker": [Done(0, 0, NOTHING, NOTHING, NOTHING)],
+    "a message of a worker": [Done(0, 0, *[np.zeros(0, np.int64)] * 3)],
     "of a loader that is not registered": [Start(EpochPlan(N), 0, 0)],
     "credit of a loader that is not registered": [Credit(0, 0, 0.0, [])],
     "a slot that is free": [REGISTER, Credit(0, 0, 0.0, [7])],
