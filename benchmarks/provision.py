@@ -8,7 +8,6 @@ simulated by sleeping, because a GPU takes no processor from those who read. The
 - ``service``: with a cache that holds all samples
 - ``service, half``: with a cache for half of them
 - ``service, killed``: its server is killed in the middle of the second epoch
-- ``service, remote``: batches come through a proxy, with the delay and the bandwidth of the storage
 - ``DataLoader``: PyTorch's own, in each rank, with persistent workers
 - ``litdata``: its own format in files of about 8 MB, which each rank keeps on its local disk once it has read them
 - ``Ray Data``: a pipeline in each rank, on one local Ray
@@ -66,7 +65,6 @@ from provision_ways import (
     PATIENCE_SECONDS,
     PEERS,
     QUICK,
-    REMOTE,
     STOCK,
     TINY,
     Cell,
@@ -77,7 +75,7 @@ from provision_ways import (
     open_way,
     write_chunks,
 )
-from remote_storage import Link, Proxy, RemoteObjects, Storage
+from remote_storage import Link, RemoteObjects, Storage
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -171,11 +169,9 @@ def run(cell: Cell, kind: Kind, folder: Path, storage: Storage, settings: Settin
     names = tuple(sorted(path.name for path in storage.folder.iterdir()))
     epochs = max(settings.epochs, 2 * cell.world)
     pipes, processes = [], []
-    with tempfile.TemporaryDirectory(dir=folder) as name, ExitStack() as opened:
+    with tempfile.TemporaryDirectory(dir=folder) as name:
         of_run = Path(name).absolute()
-        first = Job(cell, kind, objects, names, of_run, 0, 0, epochs, settings.compute_seconds)
-        if cell.way == REMOTE:
-            first = replace(first, proxy=opened.enter_context(Proxy(first.service, settings.link)).port)
+        first = Job(cell, kind, objects, names, of_run, 0, epochs, settings.compute_seconds)
         for rank in range(cell.world):
             ours, theirs = context.Pipe(duplex=False)
             job = replace(first, rank=rank)
@@ -289,9 +285,9 @@ def cells_of(settings: Settings, kind: str, world: int, number: int) -> list[Cel
 def ways_of(settings: Settings, world: int, number: int) -> list[str]:
     """What takes part in a round beside the ``DataLoader``."""
     if not settings.is_quick:
-        return [OURS, HALF, KILLED, REMOTE, *settings.peers]
+        return [OURS, HALF, KILLED, *settings.peers]
     is_middle = world == sorted(settings.worlds)[len(settings.worlds) // 2]
-    return [OURS, *[KILLED] * (number == 0), *[REMOTE, *settings.peers] * (number == 0 and is_middle)]
+    return [OURS, *[KILLED] * (number == 0), *(settings.peers if number == 0 and is_middle else ())]
 
 
 def workers_for(world: int, processors: int) -> int:

@@ -12,7 +12,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -32,7 +32,7 @@ from fastensor.data import EpochPlan
 from fastensor.provision import DataService
 from fastensor.provision.service import NAME_VARIABLE
 
-OURS, HALF, KILLED, REMOTE = "service", "service, half", "service, killed", "service, remote"
+OURS, HALF, KILLED = "service", "service, half", "service, killed"
 STOCK = "DataLoader"
 LITDATA, RAY = "litdata", "Ray Data"
 PEERS = {LITDATA: "litdata", RAY: "ray"}
@@ -140,16 +140,9 @@ class Job:
     """The names of the objects."""
     folder: Path
     """An empty folder of this run."""
-    proxy: int
-    """The port of a :class:`remote_storage.Proxy`, which finds the service by :attr:`service`."""
     rank: int
     epochs: int
     compute_seconds: float
-
-    @property
-    def service(self) -> Path:
-        """Where the port of the service stands, if it is to be remote."""
-        return self.folder / "service"
 
     @property
     def plan(self) -> EpochPlan:
@@ -178,7 +171,7 @@ def missing() -> list[str]:
 
 def open_way(job: Job) -> AbstractContextManager[Opened]:
     """Start what a rank needs. It is ready when the context has been entered."""
-    ways = {STOCK: by_data_loader, LITDATA: by_litdata, RAY: by_ray, REMOTE: by_remote_service}
+    ways = {STOCK: by_data_loader, LITDATA: by_litdata, RAY: by_ray}
     return ways.get(job.cell.way, by_service)(job)
 
 
@@ -276,29 +269,14 @@ def by_service(job: Job) -> Iterator[Opened]:
 
 
 @contextmanager
-def by_remote_service(job: Job) -> Iterator[Opened]:
-    """One service, which rank 0 starts; all ranks get their batches through the proxy."""
-    os.environ[NAME_VARIABLE] = str(job.folder)
-    with ExitStack() as opened:
-        pids = own_processes
-        if job.rank == 0:
-            service = opened.enter_context(started(job, listen="127.0.0.1:0"))
-            pids = partial(with_service, service)
-            write_at_once(job.service, service.address.rpartition(":")[2])
-        read_when_there(job.service)
-        remote = opened.enter_context(DataService.connect(f"tcp://127.0.0.1:{job.proxy}"))
-        yield opened_by(job, remote, pids)
-
-
-@contextmanager
-def started(job: Job, listen: str = "") -> Iterator[DataService]:
+def started(job: Job) -> Iterator[DataService]:
     """The service, when its workers are there."""
     kind, cell = job.kind, job.cell
     room = kind.count * (kind.cached_nbytes + 1024) * 9 // 8
     before, after = (None if one is as_it_is else partial(second, one) for one in (kind.before, kind.after))
     with DataService.start(
         Numbered(job.objects), cache_bytes=room // 2 if cell.way == HALF else room, workers=cell.workers,
-        before_cache=before, after_cache=after, progress=False, listen=listen,
+        before_cache=before, after_cache=after, progress=False,
     ) as service:  # fmt: skip
         deadline = time.monotonic() + PATIENCE_SECONDS
         while (there := len(service.status()["workers"])) < cell.workers:

@@ -2,16 +2,12 @@
 
 ``Storage``: a request is the number of an object. The answer begins after a delay; all connections together get so many
 bytes a second. ``RemoteObjects`` is a map-style dataset of such objects.
-
-``Proxy`` stands between clients and a service: bytes arrive after a delay, in either direction, and all connections
-together get so many bytes a second.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import queue
 import socket
 import struct
 import threading
@@ -26,11 +22,6 @@ from typing import Any, Self
 
 _REQUEST = struct.Struct("=q")
 _PIECE_NBYTES = 64 << 10
-_MOST_PIECES = 1024
-"""On their way through a connection of a proxy."""
-_RESET = struct.pack("=ii", 1, 0)
-"""For ``SO_LINGER``: the other end is told at once when the connection is closed. Without it, one that waits until the
-window opens again is not told for a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,72 +101,6 @@ class Storage(_Serving):
                     with self._sent.get_lock():  # first: who has all bytes may ask how many they were
                         self._sent.value += len(piece)
                     connection.sendall(piece)
-
-
-class Proxy(_Serving):
-    """Passes on what is said between clients and a service, until it is left.
-
-    Args:
-        address: a file that has the port of the service when the first client connects.
-    """
-
-    def __init__(self, address: Path, link: Link) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-        self.port: int = self._listener.getsockname()[1]
-        context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=self._serve, args=(address, link), daemon=True)
-
-    def _serve(self, address: Path, link: Link) -> None:
-        pace = Pace(link.bytes_per_second)
-        while True:
-            client, _ = self._listener.accept()
-            threading.Thread(target=_pass_on, args=(client, address, pace, link), daemon=True).start()
-
-
-def _pass_on(client: socket.socket, address: Path, pace: Pace, link: Link) -> None:
-    """Pass on what is said between a client and the service, until both have ended. If there is no service, the client
-    finds its connection closed."""
-    with client, suppress(OSError), socket.create_connection(("127.0.0.1", int(address.read_text()))) as service:
-        threads = []
-        for source, target in ((client, service), (service, client)):
-            target.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            pieces: queue.Queue[tuple[float, bytes]] = queue.Queue(_MOST_PIECES)
-            threads.append(threading.Thread(target=_take, args=(source, pieces, pace, link), daemon=True))
-            threads.append(threading.Thread(target=_bring, args=(source, target, pieces), daemon=True))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-
-def _take(source: socket.socket, pieces: queue.Queue[tuple[float, bytes]], pace: Pace, link: Link) -> None:
-    """Note when what has come is to arrive. The last piece is empty."""
-    piece = b"all"
-    while piece:
-        try:
-            piece = source.recv(_PIECE_NBYTES)
-        except OSError:  # that end has gone
-            piece = b""
-        pace.wait_for(len(piece))
-        pieces.put((time.monotonic() + link.delay_seconds, piece))
-
-
-def _bring(source: socket.socket, target: socket.socket, pieces: queue.Queue[tuple[float, bytes]]) -> None:
-    """Pass on what has come when it is time. If the target has gone, the source is told, and the rest is dropped."""
-    piece = b"all"
-    while piece:
-        arrives_at, piece = pieces.get()
-        time.sleep(max(arrives_at - time.monotonic(), 0))
-        try:
-            if piece:
-                target.sendall(piece)
-            else:
-                target.shutdown(socket.SHUT_WR)
-        except OSError:
-            for end in (source, target):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-                with suppress(OSError):  # it has gone
-                    end.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(slots=True)

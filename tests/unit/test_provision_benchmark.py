@@ -54,7 +54,7 @@ def test_all_have_as_many_workers_and_a_data_loader_may_have_more(load: Any, ben
             [(one.way, one.workers) for one in benchmark.cells_of(settings, "JPEG", world, number)] for number in (0, 1)
         ]
         assert rounds[1] == [("DataLoader", workers), ("DataLoader", 2 * workers), ("service", workers)]
-        more = ("service, killed", "service, remote", "litdata") if world == 2 else ("service, killed",)
+        more = ("service, killed", "litdata") if world == 2 else ("service, killed",)
         assert rounds[0] == [*rounds[1], *((way, workers) for way in more)]
 
 
@@ -92,7 +92,7 @@ def test_workers_that_do_not_come_fail_their_run(load: Any, monkeypatch: pytest.
     monkeypatch.setattr(ways, "PATIENCE_SECONDS", 0)
     monkeypatch.setattr(ways.DataService, "start", lambda source, **options: nullcontext(Halting()))
     objects = load("remote_storage").RemoteObjects(0, 48, "objects")
-    job = ways.Job(ways.Cell("32 KB", 1, "service", 2), ways.TINY[0], objects, (), Path(), 0, 0, 2, 0.0)
+    job = ways.Job(ways.Cell("32 KB", 1, "service", 2), ways.TINY[0], objects, (), Path(), 0, 2, 0.0)
     with pytest.raises(TimeoutError, match="1 of 2 workers have come"), ways.started(job):
         pass
 

@@ -281,7 +281,7 @@ def test_no_secrets_are_shown(folder: Path) -> None:
     reader = FastensorStorageReader("memory://x/dcp", storage_options={"token": "pass"})
     source = FileSource.matching("memory://me:pass@x/*.ckpt", storage_options={})
     checkpoint = fastensor.open("memory://me:pass@x/a.ckpt")
-    module = FastensorDataModule(service="tcp://host:1", batch_size=2)
+    module = FastensorDataModule(service="local:name", batch_size=2)
     plugin = FastensorCheckpointIO()
     plugin.save_checkpoint({}, "memory://me:pass@x/a.ckpt")
     for one in (reader, source, checkpoint, module, plugin, plugin.last_save):
