@@ -227,7 +227,7 @@ for number, batch in enumerate(loader):
 """
 
 
-def test_a_killed_client_is_forgotten_and_a_killed_manager_knows_the_others_again(
+def test_a_killed_client_is_forgotten_and_a_killed_supervisor_knows_the_others_again(
     start: Callable[..., DataService],
 ) -> None:
     service = start()

@@ -15,7 +15,7 @@ from fastensor.provision.ray.supervisor import Supervisor
 
 
 @pytest.mark.parametrize("failing", ["withdraw", "server", "stops"])
-def test_a_manager_ends_whatever_fails(
+def test_a_supervisor_ends_whatever_fails(
     failing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that stayed would send all clients away for ever."""
@@ -50,6 +50,6 @@ def test_a_manager_ends_whatever_fails(
     monkeypatch.setattr(supervisor, "withdraw", withdraw)
     monkeypatch.setattr(supervisor.names, "supervisor_of", lambda name: "supervisor")
     asyncio.run(asyncio.wait_for(end(), 30))
-    assert sorted(killed) == ["supervisor", "server 0", "server 1"]
+    assert sorted(killed) == ["server 0", "server 1", "supervisor"]
     assert withdrawn.is_set()
     assert "it cannot be reached" in caplog.text

@@ -711,9 +711,9 @@ def test_statistics_are_a_table(shared: DataService) -> None:
 def test_a_bar_shows_how_the_cache_fills(
     start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    service = start()
     monkeypatch.setattr(progress_bar, "_PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    service = start()
     observer = DataService.connect(service.address)._engine
     service.preload()
     show(observer, lambda: False)

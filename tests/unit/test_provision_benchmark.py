@@ -112,5 +112,5 @@ def test_a_run_in_which_ranks_have_several_services_is_a_failure(
     settings = benchmark.Settings(ways.TINY[:1], (2,), (1,), (), False, 1, 9.0, 2, 0.0, link)
     found = report.Found()
     benchmark.measure(settings, tmp_path, found, list)
-    assert len(found.failures) == 5
+    assert len(found.failures) == 4
     assert "expected one service of all ranks, found processes [7, 8]" in found.failures[0].reason
