@@ -19,7 +19,7 @@ MODULES = sorted(path for package in PACKAGES for path in package.rglob("*.py") 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 STARTERS = ("Thread", "ThreadPoolExecutor", "Pool", "Worker", "open_pool", "run_together", "run_each", "call_within")
 """What starts threads: the standard library's classes, and ours."""
-LOCKS = ("Lock", "RLock", "Condition", "Semaphore")
+LOCKS = ("Lock", "RLock", "Condition", "Semaphore", "lock_of")
 
 
 def section(title: str) -> str:

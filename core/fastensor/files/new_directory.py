@@ -10,17 +10,15 @@ import hashlib
 import os
 import shutil
 import time
-import weakref
 from collections.abc import Iterator
 
 from fastensor.files import posix
 from fastensor.files.atomic import LEFTOVER_SECONDS, leads_to
+from fastensor.files.forks import in_children
 
 SUFFIX = ".fastensor-saving"
 ASIDE_SUFFIX = ".fastensor-replaced"
 _DIGITS = 16
-_made: weakref.WeakSet[NewDirectory] = weakref.WeakSet()
-"""All new directories of this process."""
 
 
 class DirectoryInUseError(FileExistsError):
@@ -46,7 +44,7 @@ class NewDirectory:
         self._aside = _aside_name(self.hidden)
         """The path of what was replaced, where two renames are needed."""
         self._lock: int | None = None
-        _made.add(self)
+        in_children(self, NewDirectory.forget)
 
     def create(self) -> None:
         """Create the directory, empty, and remove what killed processes have left in its parent. What such a process
@@ -143,14 +141,6 @@ class NewDirectory:
         lock, self._lock = self._lock, None
         if lock is not None:
             posix.close_read_only(lock)
-
-
-def _forget_all() -> None:
-    for new in tuple(_made):
-        new.forget()
-
-
-os.register_at_fork(after_in_child=_forget_all)
 
 
 def replace_link(target: str, link: str) -> None:

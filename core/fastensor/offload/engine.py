@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from fastensor.errors import OffloadError
+from fastensor.files.forks import in_children
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.copying import PAGE_NBYTES
 from fastensor.offload.forward import ForwardPass
@@ -60,7 +61,7 @@ class OffloadEngine:
         if self.trace is not None:
             weakref.finalize(self, self.trace.write_at_exit)
         self.begin()
-        _engines.add(self)
+        in_children(self, OffloadEngine.begin_in_child)
 
     def begin(self) -> None:
         """Begin without a swapper, and with all counters at zero. The model stays attached."""
@@ -328,14 +329,3 @@ def _share_of_processors() -> float:
     operation wait for the slowest of them. With a GPU, one thread launches what it computes."""
     threads = 1 if torch.cuda.is_initialized() else torch.get_num_threads()  # type: ignore[no-untyped-call]  # no types
     return min(threads / len(os.sched_getaffinity(0)), 1.0)
-
-
-_engines: weakref.WeakSet[OffloadEngine] = weakref.WeakSet()
-
-
-def _begin_anew() -> None:
-    for engine in _engines:
-        engine.begin_in_child()
-
-
-os.register_at_fork(after_in_child=_begin_anew)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import threading
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -29,6 +29,7 @@ from isal import isal_zlib
 from torch.utils.serialization import config as torch_config
 
 from fastensor.errors import CorruptCheckpointError, LayoutError
+from fastensor.files.forks import lock_of
 from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Image, Payload
 from fastensor.stitch.plain_tensors import StorageIds, reduce_plain, torch_is_known, typed_storage
 from fastensor.stitch.source import NO_VALUES, Plan, check_size, skips_values, values_kept
@@ -52,17 +53,9 @@ _NEVER_STORAGES = frozenset(
 """Types of nineteen in twenty objects of a state dict, none of them a storage. Asking torch about a thousand objects
 takes a millisecond."""
 
-_config_lock = threading.RLock()
+_lock = lock_of(sys.modules[__name__])
 """Held while torch's saving options are changed: before torch 2.13 they are shared by all threads."""
 _OPTIONS_ARE_PER_THREAD = torch.__version__ >= "2.13"
-
-
-def _renew_lock() -> None:
-    global _config_lock
-    _config_lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)  # the thread that holds it does not live in the child
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +257,7 @@ def hash_of_names(first: tuple[str, ...], storages: int) -> bytes:
 def _saving_options(alignment: int) -> Iterator[None]:
     """torch's options for saving: CRC32s on, whatever the user chose for ``torch.save``, and this alignment."""
     with (
-        nullcontext() if _OPTIONS_ARE_PER_THREAD else _config_lock,
+        nullcontext() if _OPTIONS_ARE_PER_THREAD else _lock,
         torch_config.patch({"save.compute_crc32": True, "save.storage_alignment": alignment}),  # type: ignore[attr-defined]  # torch installs it at run time
     ):
         yield
