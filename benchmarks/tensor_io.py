@@ -34,7 +34,7 @@ import fastensor
 from fastensor import Context, Dictionary, Selector, TensorStore
 from fastensor.backends import registry
 from fastensor.files import posix
-from fastensor.select.rule import RESIDENT_FRACTION
+from fastensor.select.context import RESIDENT_FRACTION
 
 AUTO = "auto"
 SIZES_MIB = tuple(3.0625 * 2**power for power in range(10))

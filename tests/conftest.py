@@ -58,7 +58,7 @@ def nothing_announced() -> None:
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[Backend], None]:
     """Registers backends for the test. It begins with ours, and those of packages have not been looked for."""
-    monkeypatch.setattr(registry, "_backends", {backend.name: backend for backend in registry.BUILT_IN})
+    monkeypatch.setattr(registry, "_backends", {point.name: point for point in registry.BUILT_IN})
     monkeypatch.setattr(registry, "_others_wanted", True)
     return registry.register
 

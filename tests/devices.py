@@ -8,22 +8,23 @@ from unittest import mock
 
 import torch
 
-from fastensor.backends import to_device
+from fastensor.backends import memory, to_device
+from fastensor.backends.base import Reader
 
 
 @contextmanager
 def filled_at_once() -> Iterator[list[int]]:
     """Storages go to the host as they would to a device; gives a list of their sizes."""
     filled: list[int] = []
-    fill = to_device.Filler.fill
+    fill = to_device.fill_device
 
-    def noted(self: to_device.Filler, storage: torch.UntypedStorage, offset: int, *, checksum: bool) -> int:
+    def noted(reader: Reader, storage: torch.UntypedStorage, offset: int, *, checksum: bool) -> int:
         filled.append(storage.nbytes())
-        return fill(self, storage, offset, checksum=checksum)
+        return fill(reader, storage, offset, checksum=checksum)
 
-    with mock.patch.object(to_device.Filler, "fill", noted):
-        to_device.FILLED_AT_ONCE.add("cpu")
+    with mock.patch.object(to_device, "fill_device", noted):
+        memory.FILLED_AT_ONCE.add("cpu")
         try:
             yield filled
         finally:
-            to_device.FILLED_AT_ONCE.remove("cpu")
+            memory.FILLED_AT_ONCE.remove("cpu")

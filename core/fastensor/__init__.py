@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from fastensor.version import VERSION, check_torch
@@ -57,8 +56,15 @@ if TYPE_CHECKING:
     from fastensor.store.tensor_store import TensorStore
     from fastensor.store.tools import StoreStatistics
 else:
-    # Names are imported on their first use (PEP 562): torch takes seconds, and a program may never need it.
+    from fastensor.files.importing import on_first_use
+
     _HOMES = {
+        "fastensor.backends": (),
+        "fastensor.checkpoint": (),
+        "fastensor.files": (),
+        "fastensor.select": (),
+        "fastensor.stitch": (),
+        "fastensor.store": (),
         "fastensor.backends.fallback": ("Fallback",),
         "fastensor.checkpoint.asynchronous.handle": ("SaveHandle",),
         "fastensor.checkpoint.asynchronous.statistics": ("WriterStatistics",),
@@ -106,20 +112,10 @@ else:
         "fastensor.store.tensor_store": ("TensorStore",),
         "fastensor.store.tools": ("StoreStatistics",),
     }
-    """The names of each module."""
-    _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-    _PARTS = ("backends", "checkpoint", "errors", "files", "select", "stitch", "store")
-
-    def __getattr__(name):
-        if name in _PARTS:
-            return import_module(f"fastensor.{name}")
-        if name not in _HOME_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
-        return value
+    __getattr__ = on_first_use(__name__, _HOMES)
 
     def __dir__():
-        return sorted({*globals(), *__all__, *_PARTS})
+        return sorted({*globals(), *__all__, *(home.split(".")[1] for home in _HOMES)})
 
 
 __version__ = VERSION

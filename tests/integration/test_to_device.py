@@ -15,12 +15,12 @@ from devices import filled_at_once
 
 import fastensor
 from fastensor import TensorStore
-from fastensor.backends import registry, to_device
+from fastensor.backends import memory, registry
 from fastensor.backends.base import Extent
 from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.backends.fallback import available_names
 from fastensor.backends.streams import Copies
-from fastensor.backends.to_device import DeviceTarget, Filler, read_through_host
+from fastensor.backends.to_device import DeviceTarget, read_through_host
 from fastensor.checkpoint import placement
 from fastensor.checkpoint.containers import torch_file
 
@@ -111,7 +111,7 @@ def test_a_callable_gets_storages_that_are_filled(tmp_path: Path) -> None:
     seen = []
 
     def look(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-        seen.append(zlib.crc32(to_device.memory_of(storage)))
+        seen.append(zlib.crc32(memory.memory_of(storage)))
         return storage
 
     with filled_at_once() as filled:
@@ -210,16 +210,15 @@ def test_ranges_of_a_file(tmp_path: Path, backend: str) -> None:
     with (tmp_path / "x").open("rb") as file, filled_at_once():
         extents = [Extent(5, 300_000), Extent(300_000, len(content) - 9)]
         reader = registry.get(backend).open_reader(file.fileno(), len(content), extents)
-        filler = Filler(reader)
         for begin, end in [(5, 300_000), (300_000, len(content) - 9), (0, len(content)), (8, 8), (1, 300_001)]:
-            storage = to_device.storage_on(torch.device("cpu"), end - begin)
+            storage = memory.storage_on(torch.device("cpu"), end - begin)
             for checksum in (True, False):
                 expected = zlib.crc32(content[begin:end]) if checksum else 0
-                assert filler.fill(storage, begin, checksum=checksum) == expected
-                assert bytes(to_device.memory_of(storage)) == content[begin:end]
+                assert memory.fill(reader, storage, begin, checksum=checksum) == expected
+                assert bytes(memory.memory_of(storage)) == content[begin:end]
         target = DeviceTarget(torch.empty(len(content), dtype=torch.uint8), Copies([], "load"))
         assert read_through_host(reader, 0, target, checksum=True) == zlib.crc32(content)
         assert target.values.numpy().tobytes() == content
         with pytest.raises(OSError, match="ends before"):
-            filler.fill(to_device.storage_on(torch.device("cpu"), 1 << 20), len(content) - 10, checksum=True)
+            memory.fill(reader, memory.storage_on(torch.device("cpu"), 1 << 20), len(content) - 10, checksum=True)
         reader.close()

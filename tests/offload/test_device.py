@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from models import CASES, equal, gradients, large
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastensor.backends import buffers, to_device
+from fastensor.backends import buffers, memory
 from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.errors import OffloadError
 from fastensor.offload import ActivationOffload, OffloadConfig, config, moving
@@ -135,7 +135,7 @@ def used_memory(model: DeviceModel) -> Iterator[None]:
     """What the device has computed before may still be changing memory that is new."""
 
     def storage_on(device: torch.device, nbytes: int) -> torch.UntypedStorage:
-        storage = to_device.storage_on(device, nbytes)
+        storage = memory.storage_on(device, nbytes)
         values = torch.empty(0, dtype=torch.uint8).set_(storage)
         model.kernel(lambda: void(values.numpy().fill(255)))
         return storage
@@ -220,7 +220,7 @@ def test_what_is_needed_takes_the_room_of_what_was_read_ahead(
         living[:] = [one for one in living if not one.expired()]
         if len(living) == 2:
             raise torch.OutOfMemoryError("the device is full")
-        storage = to_device.storage_on(device, nbytes)
+        storage = memory.storage_on(device, nbytes)
         living.append(StorageWeakRef(storage))
         return storage
 

@@ -56,7 +56,7 @@ def tmpfs() -> Path:
 class TestBuiltIn(BackendTests):
     """All but gds, which has an environment of its own (``tests/gds``)."""
 
-    @pytest.fixture(params=[backend.name for backend in registry.BUILT_IN if backend.name != "gds"])
+    @pytest.fixture(params=[point.name for point in registry.BUILT_IN if point.name != "gds"])
     def backend(self, request: pytest.FixtureRequest) -> Backend:
         return registry.get(request.param)
 

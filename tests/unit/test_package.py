@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
+import torch
 from programs import run
 
 import fastensor
@@ -69,6 +70,32 @@ def test_importing_loads_nothing_heavy() -> None:
         f"print([name for name in {HEAVY!r} if name in sys.modules and name not in before])"
     )
     assert run("-c", code, cold=True).stdout.split("\n")[:2] == ["[]", "[]"]
+
+
+FIRST_CALLS = {
+    "load .safetensors": ("fastensor.load('x.safetensors')", 62),
+    "load .ckpt": ("fastensor.load('x.ckpt')", 64),
+    "save": ("fastensor.save({'weight': torch.ones(1 << 20)}, 'y.ckpt')", 67),
+}
+"""Calls, and the most modules of ours that a process imports for it, with those of ``import fastensor``."""
+
+
+@pytest.mark.parametrize("call", FIRST_CALLS)
+def test_a_first_call_imports_what_it_uses(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    statement, most = FIRST_CALLS[call]
+    monkeypatch.chdir(tmp_path)
+    for name in ("x.safetensors", "x.ckpt"):
+        fastensor.save({"weight": torch.ones(1 << 20)}, name)
+    code = (
+        "import sys, torch; before = set(sys.modules)\n"
+        f"import fastensor; {statement}\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    imported = run("-c", code, cold=True).stdout.split()
+    ours = [name for name in imported if name.split(".")[0] == "fastensor"]
+    assert len(ours) <= most, ours
+    assert not {"statistics", "decimal", "fsspec"} & set(imported)
+    assert not {"fastensor.backends.gds", "fastensor.select.share", "fastensor.checkpoint.verify"} & set(imported)
 
 
 def test_names_are_imported_when_they_are_used() -> None:

@@ -20,7 +20,7 @@ from fastensor.errors import UnknownBackendError
 from fastensor.offload import ActivationOffload, OffloadConfig
 from fastensor.testing import BackendTests
 
-BUILT_IN = tuple(backend.name for backend in registry.BUILT_IN)
+BUILT_IN = tuple(point.name for point in registry.BUILT_IN)
 PLUGIN = Path(__file__).parents[1] / "plugin"
 """What a package that brings a backend leaves in ``site-packages``."""
 

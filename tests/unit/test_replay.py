@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from fastensor import Context, Selector
-from fastensor.select.rule import choose_writer
+from fastensor.select.context import by_rule
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "tensor_io-mixes.json"
 MIXES = [f"{mix}, {way}" for mix in ("BERT", "ViT") for way in ("in the page cache", "durable and cold")]
@@ -63,7 +63,7 @@ def replay(data: dict[int, Timings], start: int, rule: Callable[[int], str]) -> 
 
 
 RULES: dict[str, tuple[Callable[[int], str], float]] = {
-    "the rule": (choose_writer, 1.25),
+    "the rule": (lambda nbytes: by_rule(WRITE, nbytes), 1.25),
     "direct": (lambda nbytes: "direct", 1.5),
     "numpy": (lambda nbytes: "numpy", 1.25),
 }

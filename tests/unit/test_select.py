@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastensor.select.choice import Choice
 from fastensor.select.context import Context
 from fastensor.select.dictionary import MOST_NBYTES, MOST_SAMPLES, Change, Dictionary, DictionaryError, Key, Timing
-from fastensor.select.line import Line
 from fastensor.select.selector import CREDIT_SECONDS, SHARE, Selector
-from fastensor.select.sizes import bucket_of, size_of
+from fastensor.select.sizes import Line, bucket_of, size_of
 from fastensor.select.winners import winners
 
 MIB = 1 << 20
@@ -222,6 +222,49 @@ def test_ties_stay_with_the_prior() -> None:
     noise = random.Random(0)
     chosen = run(Selector(), lambda name: noise.uniform(0.95, 1.05), 400, candidates=("numpy", "direct"))
     assert Counter(chosen)["direct"] > 300
+
+
+# --- the table
+
+
+def test_a_choice_stands_while_no_try_can_become_due() -> None:
+    selector, choices = Selector(), []
+    for _ in range(200):
+        choices.append(selector.choose(MIB, WRITE, ("direct", "numpy"), default=PRIOR))
+        selector.record(MIB, WRITE, choices[-1].backend, PRIOR_WINS(choices[-1].backend), choices[-1])
+    made = [choice for before, choice in itertools.pairwise(choices) if choice is not before]
+    assert len(made) < 0.4 * len(choices), "the others were looked up"
+    assert [made.index(choice) for choice in made if choice.exploring], "tries come between"
+    longest = max(len(list(group)) for _, group in itertools.groupby(choices, id))
+    assert longest == 5
+
+
+def standing(selector: Selector) -> Choice:
+    """The choice that stands for two uses or more after forty."""
+    run(selector, PRIOR_WINS, 40, candidates=("direct", "numpy"))
+    choice = None
+    while (latest := selector.choose(MIB, WRITE, ("direct", "numpy"), default=PRIOR)) is not choice:
+        choice = latest
+        selector.record(MIB, WRITE, choice.backend, PRIOR_WINS(choice.backend), choice)
+    assert choice is not None
+    return choice
+
+
+def test_a_choice_ends_with_a_failure() -> None:
+    selector = Selector()
+    choice = standing(selector)
+    selector.failed(MIB, WRITE, choice.backend, "the disk was replaced", choice=choice)
+    assert selector.choose(MIB, WRITE, ("direct", "numpy"), default=PRIOR).backend == "numpy"
+
+
+def test_a_choice_answers_no_other_question() -> None:
+    selector = Selector()
+    choice = standing(selector)
+    assert selector.choose(MIB, WRITE, ("numpy",), default=PRIOR).backend == "numpy"
+    assert selector.choose(MIB, READ, ("direct", "numpy"), default="numpy").backend == "numpy"
+    selector.adopt(known(NUMPY_WINS))
+    assert choice.backend == "direct"
+    assert selector.choose(MIB, WRITE, ("direct", "numpy"), default=PRIOR).backend == "numpy"
 
 
 # --- the property: what exploring may cost

@@ -33,6 +33,7 @@ HARMLESS = {
     *("makedirs", "dup2", "devnull", "kill", "cpu_count", "major", "minor"),
     *("pathsep", "statvfs_result", "listdir", "access", "sysconf", "curdir", "geteuid", "getcwd"),
     *("fork", "waitpid", "waitstatus_to_exitcode", "_exit", "getppid", "sched_setaffinity", "sep", "fdopen"),
+    "urandom",
     *("pipe", "read", "set_inheritable"),  # between processes; files are read by preadv
 }
 """Attributes of ``os`` that are used, but make no call on a file that could fail by themselves."""

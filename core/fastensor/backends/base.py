@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from fastensor.stitch.source import Source
+if TYPE_CHECKING:
+    from fastensor.stitch.source import Source
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,16 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from fastensor.backends import registry
-from fastensor.stitch.source import Source
 
+if TYPE_CHECKING:
+    from fastensor.stitch.source import Source
+
+_NEEDED = {"gds": ("kvikio", "Fastensor's extra cuda12 or cuda13 brings it")}
+"""Packages without which a backend is not even imported, and where they come from."""
 _logger = logging.getLogger("fastensor")
 
 
@@ -37,7 +43,10 @@ def record_fallback(fallbacks: list[Fallback], what: str, reason: str) -> None:
 
 def why_unavailable(name: str) -> str:
     """Reason for which a backend cannot work here; empty if it can. An exception that the backend raises is one."""
+    package, source = _NEEDED.get(name, ("", ""))
     try:
+        if package and find_spec(package) is None:
+            return f"{package} is not installed: {source}"
         return str(registry.get(name).why_unavailable())
     except Exception as error:  # noqa: BLE001  # whatever a backend of another package raises
         return f"asked whether it is available, it raised {error!r}"

@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -181,8 +180,6 @@ class _Kvikio:
 
     def _load(self) -> str:
         try:
-            if find_spec("kvikio") is None:
-                return "kvikio is not installed: Fastensor's extra cuda12 or cuda13 brings it"
             ctypes.CDLL(DRIVER)
             self._module = import_module("kvikio")
             _set_up()

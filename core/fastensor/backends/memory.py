@@ -15,10 +15,13 @@ import numpy.typing as npt
 import torch
 from isal import isal_zlib
 
+from fastensor.backends.base import Reader
 from fastensor.files import posix
 
 MADV_WIPEONFORK, MADV_KEEPONFORK = 18, 19
 """Linux 4.14. A fork during a direct transfer into shared pages would leave the bytes with the child (open(2))."""
+FILLED_AT_ONCE = {"cuda"}
+"""Types of devices whose storages are filled without a storage of the same size on the host."""
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _WORTH_POPULATING_NBYTES = 64 << 10
@@ -145,3 +148,39 @@ def _rows(address: int, count: int) -> npt.NDArray[np.uint8]:
 def _array_of(nbytes: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
     """The type of an array of bytes. To make one takes as long as to copy 4 MiB."""
     return ctypes.c_ubyte * nbytes
+
+
+def is_filled_at_once(device: torch.device) -> bool:
+    """True if storages on the device are filled without a storage of the same size on the host."""
+    return device.type in FILLED_AT_ONCE
+
+
+def storage_on(device: torch.device, nbytes: int) -> torch.UntypedStorage:
+    """A new storage on a device or in host memory, whose pages were not touched yet."""
+    return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]  # torch gives it no types
+
+
+def memory_of(storage: torch.UntypedStorage) -> memoryview:
+    """The bytes of a storage in host memory, which the memoryview keeps alive."""
+    array: npt.NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+    return array.data
+
+
+def fill(reader: Reader, storage: torch.UntypedStorage, offset: int, *, checksum: bool) -> int:
+    """Fill a storage on any device from an offset of a file. Returns the CRC32 of the bytes, or 0 without ``checksum``.
+
+    On a device, work that is queued on the current stream from now on finds the bytes.
+
+    Args:
+        reader: reads the file. One thread uses it.
+
+    Raises:
+        OSError: the file cannot be read there. The contents of the storage are undefined.
+    """
+    if not storage.nbytes():
+        return 0
+    if not is_filled_at_once(storage.device):
+        return reader.readinto(offset, memory_of(storage), checksum=checksum)
+    from fastensor.backends.to_device import fill_device  # what devices need is imported for devices
+
+    return fill_device(reader, storage, offset, checksum=checksum)

@@ -14,7 +14,6 @@ from isal import isal_zlib
 
 from fastensor.backends.base import Extent, Reader
 from fastensor.backends.memory import copy_memory, populate
-from fastensor.backends.staging import open_stager
 from fastensor.backends.threads import run_each, usable_cores
 from fastensor.files import posix
 from fastensor.stitch.source import Source
@@ -40,6 +39,8 @@ class NumpyBackend:
         return True
 
     def write(self, source: Source, fd: int) -> Sequence[int]:
+        from fastensor.backends.staging import open_stager  # loads need nothing of it
+
         total = source.nbytes
         with open_stager(source) as stager:
             for offset in range(0, total, _WINDOW_NBYTES):

@@ -1,8 +1,9 @@
 """The backends by name: those of this package, and those of other packages.
 
 This is the one place where a backend is added. The rest of the package asks :func:`names`, and the protocols that a
-backend implements. Another package adds a backend by an entry point of the group ``fastensor.backends``, which names a
-class, or another callable without arguments::
+backend implements. A backend of this package is imported when it is first asked for by its name. Another package adds a
+backend by an entry point of the group ``fastensor.backends``, which names a class, or another callable without
+arguments::
 
     [project.entry-points."fastensor.backends"]
     mine = "my_package.backend:MyBackend"
@@ -14,17 +15,13 @@ says why, and the other backends stay usable.
 from __future__ import annotations
 
 import logging
-import os
-import threading
+import sys
 from importlib.metadata import EntryPoint
 
 from fastensor.backends.base import Backend, SlotBackend
-from fastensor.backends.direct import DirectBackend
-from fastensor.backends.gds import GdsBackend
-from fastensor.backends.numpy import NumpyBackend
-from fastensor.backends.torch import TorchBackend
 from fastensor.errors import UnknownBackendError
 from fastensor.files.arguments import nearest
+from fastensor.files.forks import lock_of
 from fastensor.files.installed import entry_points_of, is_mentioned
 
 AUTO = "auto"
@@ -34,22 +31,23 @@ PAPER_NAMES = {"cpy": "gds", "npy": "numpy", "pt": "torch"}
 GROUP = "fastensor.backends"
 """The group of entry points."""
 
-BUILT_IN: tuple[Backend, ...] = (DirectBackend(), GdsBackend(), NumpyBackend(), TorchBackend())
+BUILT_IN = tuple(
+    EntryPoint(name, f"fastensor.backends.{name}:{kind}", GROUP)
+    for name, kind in {
+        "direct": "DirectBackend",
+        "gds": "GdsBackend",
+        "numpy": "NumpyBackend",
+        "torch": "TorchBackend",
+    }.items()
+)
 """The backends of this package, the preferred one first. Add a backend here."""
 _logger = logging.getLogger("fastensor")
-_backends: dict[str, Backend] = {}
+_backends: dict[str, Backend | EntryPoint] = {point.name: point for point in BUILT_IN}
+"""The backends by name; those of this package that were not asked for yet by their entry points."""
 _others_wanted = True
 """True until the backends of other packages have been imported."""
-_lock = threading.RLock()
+_lock = lock_of(sys.modules[__name__])
 """Held while backends of other packages are imported."""
-
-
-def _renew_lock() -> None:
-    global _lock
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)  # the thread that holds it does not exist in the child
 
 
 def register(backend: Backend) -> None:
@@ -76,7 +74,10 @@ def get(name: str) -> Backend:
     if wanted not in _backends and wanted not in names():
         known = (AUTO, *_backends)
         raise UnknownBackendError(f"no backend is named {name!r}{nearest(name, known)}")
-    return _backends[wanted]
+    found = _backends[wanted]
+    if isinstance(found, EntryPoint):
+        found = _backends[wanted] = _make(found)
+    return found
 
 
 def names() -> tuple[str, ...]:
@@ -115,5 +116,3 @@ def _make(point: EntryPoint) -> Backend:
 
 
 is_mentioned(GROUP)  # at import, because otherwise the first save or load would read many small files
-for _backend in BUILT_IN:
-    register(_backend)

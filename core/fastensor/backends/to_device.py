@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from isal import isal_zlib
 
@@ -22,8 +20,6 @@ from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, transfer_buffers
 from fastensor.backends.device_crc32 import PendingCrc32s
 from fastensor.backends.streams import Copies, Event, wait_for
 
-FILLED_AT_ONCE = {"cuda"}
-"""Types of devices whose storages are filled without a storage of the same size on the host."""
 _LEAST_NBYTES = 256 << 10
 """Smaller storages are copied in one step, through memory that is not pinned."""
 _BUFFERS = 3
@@ -91,55 +87,23 @@ class DeviceReader(Protocol):
         """See :meth:`fastensor.backends.base.Reader.readinto`."""
 
 
-def is_filled_at_once(device: torch.device) -> bool:
-    """True if storages on the device are filled without a storage of the same size on the host."""
-    return device.type in FILLED_AT_ONCE
-
-
-def storage_on(device: torch.device, nbytes: int) -> torch.UntypedStorage:
-    """A new storage on a device or in host memory, whose pages were not touched yet."""
-    return torch.UntypedStorage(nbytes, device=device)  # type: ignore[no-untyped-call]  # torch gives it no types
-
-
-def memory_of(storage: torch.UntypedStorage) -> memoryview:
-    """The bytes of a storage in host memory, which the memoryview keeps alive."""
-    array: npt.NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
-    return array.data
-
-
-class Filler:
-    """Fills storages on any device from one file. Use it in one thread."""
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-
-    def fill(self, storage: torch.UntypedStorage, offset: int, *, checksum: bool) -> int:
-        """Fill a storage from an offset of the file. Returns the CRC32 of the bytes, or 0 without ``checksum``.
-
-        On a device, work that is queued on the current stream from now on finds the bytes.
-
-        Raises:
-            OSError: the file cannot be read there. The contents of the storage are undefined.
-        """
-        if not storage.nbytes():
-            return 0
-        if not is_filled_at_once(storage.device):
-            return self._reader.readinto(offset, memory_of(storage), checksum=checksum)
-        with torch.inference_mode(False):  # other threads may write to the storage, in other modes
-            values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        if values.numel() < _LEAST_NBYTES:
-            buffer = bytearray(values.numel())
-            crc32 = self._reader.readinto(offset, memoryview(buffer), checksum=checksum)
-            values.copy_(torch.frombuffer(buffer, dtype=torch.uint8))
-            return crc32
-        copies = Copies([storage.device], "load").follow_current()
-        target = DeviceTarget(values, copies)
-        try:
-            if isinstance(self._reader, DeviceReader):
-                return self._reader.read_to_device(offset, target, checksum=checksum)
-            return read_through_host(self._reader, offset, target, checksum=checksum)
-        finally:
-            copies.precede_current()
+def fill_device(reader: Reader, storage: torch.UntypedStorage, offset: int, *, checksum: bool) -> int:
+    """:func:`fastensor.backends.memory.fill` for a storage on a device, which is not empty."""
+    with torch.inference_mode(False):  # other threads may write to the storage, in other modes
+        values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    if values.numel() < _LEAST_NBYTES:
+        buffer = bytearray(values.numel())
+        crc32 = reader.readinto(offset, memoryview(buffer), checksum=checksum)
+        values.copy_(torch.frombuffer(buffer, dtype=torch.uint8))
+        return crc32
+    copies = Copies([storage.device], "load").follow_current()
+    target = DeviceTarget(values, copies)
+    try:
+        if isinstance(reader, DeviceReader):
+            return reader.read_to_device(offset, target, checksum=checksum)
+        return read_through_host(reader, offset, target, checksum=checksum)
+    finally:
+        copies.precede_current()
 
 
 def read_through_host(reader: Reader, offset: int, target: DeviceTarget, *, checksum: bool) -> int:

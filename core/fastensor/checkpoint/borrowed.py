@@ -6,13 +6,22 @@ import errno
 import io
 import mmap
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, BinaryIO
 
 from fastensor.backends import stream
+from fastensor.backends.base import Extent
+from fastensor.backends.fallback import Fallback
+from fastensor.checkpoint.location import can
+from fastensor.checkpoint.opened import LocalFile, OpenedFile
+from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
+from fastensor.errors import CheckpointReadError, caught_as
+from fastensor.files import posix
 from fastensor.files.os_errors import read_errors
 
+_BUFFERED: tuple[Any, ...] = (io.BufferedReader, io.BufferedRandom)
 _OF_ONE_PROCESS = (io.BytesIO, mmap.mmap)
 """Kinds of files whose position no forked process shares."""
 
@@ -77,3 +86,52 @@ class _SharedPosition:
         if self._process != os.getpid():
             raise OSError(errno.EBUSY, "a forked process shares its position; open the checkpoint again in each")
         return self._file.seek(offset, whence)
+
+
+class StreamFile:
+    """An open binary file: a checkpoint begins at its position and ends where it ends."""
+
+    path = None
+    resident_fraction = 0.0
+
+    def __init__(self, borrowed: BorrowedFile, where: str) -> None:
+        self.borrowed = borrowed
+        self._file = borrowed.for_reading()
+        self._start = borrowed.begin
+        self.where = where
+        borrowed.file.seek(0, os.SEEK_END)  # which may return nothing, as that of mmap.mmap does
+        self.nbytes = borrowed.file.tell() - self._start
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        self._file.seek(self._start + offset)
+        return stream.read_block(self._file, buffer)
+
+    def open_reader(self, order: Sequence[Extent], options: ReadOptions, fallbacks: list[Fallback]) -> OpenedReader:
+        return OpenedReader(stream.NAME, NO_LOCAL_FILE, stream.StreamReader(self._file, self._start))
+
+
+def borrow(file: BinaryIO, where: str, stack: ExitStack) -> OpenedFile:
+    """A file that the caller has opened. It is given back with ``stack``.
+
+    Raises:
+        CheckpointReadError: the file cannot be read, or cannot seek.
+    """
+    can_seek = can(file, "seekable", "seek") and hasattr(file, "tell")
+    if isinstance(file, io.TextIOBase) or not (can(file, "readable", "read") and can_seek):
+        error = CheckpointReadError(
+            errno.EINVAL,
+            "cannot load: expected a file opened in mode 'rb' that can seek, found something else; "
+            "read a pipe or a network stream into a file or an io.BytesIO first",
+            where,
+        )
+        raise caught_as(error, io.UnsupportedOperation)
+    borrowed = BorrowedFile(file)
+    stack.callback(borrowed.give_back, where)
+    raw: Any = getattr(file, "raw", None) if type(file) in _BUFFERED else file
+    if type(raw) is not io.FileIO or borrowed.begin != 0 or not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
+        return StreamFile(borrowed, where)
+    if isinstance(file, io.BufferedRandom):
+        file.flush()
+    fd = os.dup(raw.fileno())  # the user may close the file before we are done
+    stack.callback(posix.close_read_only, fd)
+    return LocalFile(fd, where, borrowed=borrowed)

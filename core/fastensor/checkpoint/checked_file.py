@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastensor.backends.to_device import storage_on
+from fastensor.backends.memory import storage_on
 from fastensor.checkpoint.opened import FileView, OpenedFile
 from fastensor.checkpoint.reader import PartReader
 from fastensor.errors import CorruptCheckpointError

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastensor.backends.to_device import is_filled_at_once
+from fastensor.backends.memory import is_filled_at_once
 from fastensor.checkpoint.catalog import Catalog, Located, read_catalog
 from fastensor.checkpoint.contested import Incoming, check_agree, contested, held
 from fastensor.checkpoint.names import walk

@@ -21,7 +21,6 @@ from fastensor.checkpoint.placement import MapLocation, begin_to_use
 from fastensor.checkpoint.progress import Meter, Progress, reporting
 from fastensor.checkpoint.report import LoadReport, warn_unverified
 from fastensor.checkpoint.request import Loaded, LoadRequest, check_arguments, is_restricted, listed
-from fastensor.checkpoint.torch_errors import refusal_by_torch
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, caught_as
 from fastensor.files.arguments import checks_keywords
 from fastensor.select.current import explores
@@ -213,4 +212,6 @@ def _loader_of(file: OpenedFile, request: LoadRequest) -> Loader:
     try:
         return container_in(file).load
     except (CorruptCheckpointError, NotACheckpointError) as error:
+        from fastensor.checkpoint.torch_errors import refusal_by_torch  # only a refusal needs what it imports
+
         raise caught_as(error, refusal_by_torch(file, request)) from error.__cause__

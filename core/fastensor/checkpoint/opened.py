@@ -9,21 +9,17 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from fastensor.backends import registry, stream
+from fastensor.backends import registry
 from fastensor.backends.base import Extent
-from fastensor.backends.fallback import Fallback, announce, record_fallback
+from fastensor.backends.fallback import Fallback, record_fallback
 from fastensor.backends.memory import map_file
-from fastensor.checkpoint.borrowed import BorrowedFile
-from fastensor.checkpoint.directories import METADATA_NAME, metadata_names
-from fastensor.checkpoint.location import Location, RemotePath, can, locate, name_of
+from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.ordering import wait_to_read
-from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
-from fastensor.checkpoint.remote import OnlyWholeError, RemoteFile, download
+from fastensor.checkpoint.read_options import OpenedReader, ReadOptions
 from fastensor.errors import (
     CheckpointReadError,
     CorruptCheckpointError,
@@ -32,11 +28,12 @@ from fastensor.errors import (
 )
 from fastensor.files import posix
 from fastensor.files.os_errors import read_errors
-from fastensor.select.context import Context
-from fastensor.select.rule import RESIDENT_FRACTION, choose_reader
+from fastensor.select.context import RESIDENT_FRACTION, Context
 from fastensor.select.transfer import Transfer
 
-_BUFFERED: tuple[Any, ...] = (io.BufferedReader, io.BufferedRandom)
+if TYPE_CHECKING:
+    from fastensor.checkpoint.borrowed import BorrowedFile
+
 _NEARLY_ALL = 0.9
 """Reading this fraction of a file is learned as reading the whole file, so that it compares with writing the file."""
 
@@ -101,12 +98,9 @@ class LocalFile:
             fallbacks.append(self._copied)
         nbytes = sum(extent.end - extent.begin for extent in order)
         context = Context("read", options.device, warm=self.resident_fraction >= RESIDENT_FRACTION)
-        default = choose_reader(nbytes, self.resident_fraction)
         learned_as = self.nbytes if nbytes >= _NEARLY_ALL * self.nbytes else nbytes
         learn = options.learn and bool(order)
-        transfer = Transfer.of_file(
-            options.backend, self.path, learned_as, context, registry.names(), default, learn=learn
-        )
+        transfer = Transfer.of_file(options.backend, self.path, learned_as, context, registry.names(), learn=learn)
         reader = transfer.run(
             lambda backend: backend.open_reader(self._fd, self.nbytes, order), partial(record_fallback, fallbacks)
         )
@@ -129,28 +123,6 @@ class LocalFile:
                 "the file was written to after it was opened; open it again to read what is in it",
                 self.where,
             )
-
-
-class StreamFile:
-    """An open binary file: a checkpoint begins at its position and ends where it ends."""
-
-    path = None
-    resident_fraction = 0.0
-
-    def __init__(self, borrowed: BorrowedFile, where: str) -> None:
-        self.borrowed = borrowed
-        self._file = borrowed.for_reading()
-        self._start = borrowed.begin
-        self.where = where
-        borrowed.file.seek(0, os.SEEK_END)  # which may return nothing, as that of mmap.mmap does
-        self.nbytes = borrowed.file.tell() - self._start
-
-    def readinto(self, offset: int, buffer: memoryview) -> int:
-        self._file.seek(self._start + offset)
-        return stream.read_block(self._file, buffer)
-
-    def open_reader(self, order: Sequence[Extent], options: ReadOptions, fallbacks: list[Fallback]) -> OpenedReader:
-        return OpenedReader(stream.NAME, NO_LOCAL_FILE, stream.StreamReader(self._file, self._start))
 
 
 class FileView(io.RawIOBase):
@@ -217,77 +189,38 @@ def opened(location: Location) -> Iterator[OpenedFile]:
     wait_to_read(location)
     with ExitStack() as stack:
         with read_errors(where):
-            target = locate(location)
-            if isinstance(target, str):
-                file: OpenedFile = _open_local(target, where, stack)
-            elif isinstance(target, RemotePath):
-                file = open_remote(target, where, stack)
-            else:
-                file = _borrow(target, where, stack)
+            file = _open(location, where, stack)
         if file.nbytes <= 0:
             raise EmptyCheckpointError(_emptiness(location, where))
         yield file
 
 
+def _open(location: Location, where: str, stack: ExitStack) -> OpenedFile:
+    """Open a file of any kind. Those that few programs have are imported here."""
+    target = locate(location)
+    if isinstance(target, str):
+        return _open_local(target, where, stack)
+    if isinstance(target, RemotePath):
+        from fastensor.checkpoint.remote import open_remote
+
+        return open_remote(target, where, stack)
+    from fastensor.checkpoint.borrowed import borrow
+
+    return borrow(target, where, stack)
+
+
 def _open_local(path: str, where: str, stack: ExitStack) -> LocalFile:
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
-        error = CheckpointReadError(errno.EISDIR, f"cannot load: expected a file, found {_what_is(path)}", where)
+        from fastensor.checkpoint.sharded import what_is
+
+        error = CheckpointReadError(errno.EISDIR, f"cannot load: expected a file, found {what_is(path)}", where)
         raise caught_as(error, IsADirectoryError)
     if not stat.S_ISREG(mode):
         raise CheckpointReadError(errno.EINVAL, "cannot load: expected a checkpoint file, found something else", where)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     stack.callback(posix.close_read_only, fd)
     return LocalFile(fd, where)
-
-
-def _what_is(directory: str) -> str:
-    from fastensor.checkpoint.sharded import find_weights  # only this message needs it
-
-    if metadata_names(directory):
-        return (
-            "the directory of a distributed checkpoint; load it by torch.distributed.checkpoint with "
-            "FastensorStorageReader, or make a file of it by fastensor.convert"
-        )
-    if find_weights(Path(directory)) is not None:
-        return "the folder of a model; fastensor.load_sharded loads what is in it"
-    return f"a directory that is no distributed checkpoint (it has no {METADATA_NAME}); name what is in it"
-
-
-def open_remote(target: RemotePath, where: str, stack: ExitStack) -> OpenedFile:
-    """Open a remote file, or a local copy of it if the server sends no ranges. Both are closed with ``stack``.
-
-    Raises:
-        OSError: the filesystem refused an operation.
-    """
-    try:
-        return RemoteFile(target, where, stack)
-    except OnlyWholeError as error:
-        copied = Fallback("reading by ranges", f"{error}; it is downloaded to a temporary file")
-        announce(copied.backend, copied.reason)
-        return LocalFile(download(target, stack), where, copied=copied)
-
-
-def _borrow(file: BinaryIO, where: str, stack: ExitStack) -> OpenedFile:
-    can_seek = can(file, "seekable", "seek") and hasattr(file, "tell")
-    if isinstance(file, io.TextIOBase) or not (can(file, "readable", "read") and can_seek):
-        error = CheckpointReadError(
-            errno.EINVAL,
-            "cannot load: expected a file opened in mode 'rb' that can seek, found something else; "
-            "read a pipe or a network stream into a file or an io.BytesIO first",
-            where,
-        )
-        raise caught_as(error, io.UnsupportedOperation)
-    borrowed = BorrowedFile(file)
-    stack.callback(borrowed.give_back, where)
-    raw: Any = getattr(file, "raw", None) if type(file) in _BUFFERED else file
-    if type(raw) is not io.FileIO or borrowed.begin != 0 or not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
-        return StreamFile(borrowed, where)
-    if isinstance(file, io.BufferedRandom):
-        file.flush()
-    fd = os.dup(raw.fileno())  # the user may close the file before we are done
-    stack.callback(posix.close_read_only, fd)
-    return LocalFile(fd, where, borrowed=borrowed)
 
 
 def _emptiness(location: Location, where: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fastensor.backends.to_device import FILLED_AT_ONCE, is_filled_at_once, storage_on
+from fastensor.backends.memory import FILLED_AT_ONCE, is_filled_at_once, storage_on
 from fastensor.errors import PlacementError, caught_as
 from fastensor.files.words import unended
 

@@ -22,7 +22,7 @@ from isal import isal_zlib
 
 from fastensor.backends.base import BatchReader, Extent
 from fastensor.backends.fallback import Fallback
-from fastensor.backends.to_device import Filler, storage_on
+from fastensor.backends.memory import fill, storage_on
 from fastensor.backends.window import SMALL_NBYTES, ReadWindow, joined
 from fastensor.checkpoint.opened import OpenedFile
 from fastensor.checkpoint.progress import Meter
@@ -80,7 +80,6 @@ class MeasuredReader:
         self._meter = meter
         with read_errors(file.where):
             self.backend, self.reason, self._reader, self._transfer = file.open_reader(order, options, fallbacks)
-        self._filler = Filler(self._reader)
         self.batches = isinstance(self._reader, BatchReader)
         self._last = order[-1].begin if order else 0
         self._seconds = time.perf_counter() - self._transfer.started if self._transfer else 0.0
@@ -111,7 +110,7 @@ class MeasuredReader:
                 offset + target.nbytes, checksum, lambda: self._reader.readinto(offset, target, checksum=checksum)
             )
         return self._measured(
-            offset + target.nbytes(), checksum, lambda: self._filler.fill(target, offset, checksum=checksum)
+            offset + target.nbytes(), checksum, lambda: fill(self._reader, target, offset, checksum=checksum)
         )
 
     def read_batch(self, pieces: Sequence[tuple[int, memoryview]], *, checksum: bool) -> list[int]:

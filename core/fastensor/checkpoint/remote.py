@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, cast
 from fastensor.backends import stream
 from fastensor.backends.base import Extent
 from fastensor.backends.buffers import BUFFER_NBYTES
-from fastensor.backends.fallback import Fallback, record_fallback
+from fastensor.backends.fallback import Fallback, announce, record_fallback
 from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader
 from fastensor.checkpoint.freeing import Freeing
 from fastensor.checkpoint.location import RemotePath, keep_in_children, locate
+from fastensor.checkpoint.opened import LocalFile, OpenedFile
 from fastensor.checkpoint.outputs import Stream
 from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
 from fastensor.errors import BackendUnavailableError, FastensorError
@@ -343,3 +344,17 @@ class _Handle:
         with refusals_as_os_errors():
             data: bytes = self._file.read(size)
             return data
+
+
+def open_remote(target: RemotePath, where: str, stack: ExitStack) -> OpenedFile:
+    """Open a remote file, or a local copy of it if the server sends no ranges. Both are closed with ``stack``.
+
+    Raises:
+        OSError: the filesystem refused an operation.
+    """
+    try:
+        return RemoteFile(target, where, stack)
+    except OnlyWholeError as error:
+        copied = Fallback("reading by ranges", f"{error}; it is downloaded to a temporary file")
+        announce(copied.backend, copied.reason)
+        return LocalFile(download(target, stack), where, copied=copied)

@@ -18,7 +18,6 @@ from fastensor.checkpoint.save_transaction import ByTorch, Planner, SaveTransact
 from fastensor.errors import LayoutError
 from fastensor.files.arguments import check_flags, checks_keywords, did_you_mean
 from fastensor.select.transfer import BackendChoice
-from fastensor.stitch import safetensors, torch_zip
 from fastensor.stitch.signatures import is_safetensors_name
 from fastensor.stitch.source import Plan
 
@@ -193,10 +192,17 @@ class SaveSettings:
             ValueError: arguments contradict each other.
         """
         kind = choose_container(self.container, name_of(path), self.metadata, self.checksums)
+        return self._safetensors_planner(obj) if kind == "safetensors" else self._torch_planner(obj)
+
+    def _safetensors_planner(self, obj: object) -> Planner:
+        from fastensor.stitch import safetensors  # a container is imported when a file is to be of it
+
+        return lambda fallbacks: safetensors.plan(obj, metadata=self.metadata, checksums=self.checksums)
+
+    def _torch_planner(self, obj: object) -> Planner:
+        from fastensor.stitch import torch_zip
 
         def plan(fallbacks: list[Fallback]) -> Plan | ByTorch:
-            if kind == "safetensors":
-                return safetensors.plan(obj, metadata=self.metadata, checksums=self.checksums)
             try:
                 if replaced := torch_zip.replaced_save():  # a wrapper or mock, which is to be called
                     raise LayoutError(f"torch.save is {replaced}, which is called once, and writes the file")

@@ -25,7 +25,6 @@ from fastensor.files import posix
 from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import kept_at, write_errors
 from fastensor.select.context import Context
-from fastensor.select.rule import choose_writer
 from fastensor.select.transfer import BackendChoice, Transfer, check_choice
 from fastensor.stitch.source import Plan, Source
 
@@ -296,9 +295,9 @@ def write_by_backend(
             os.path.dirname(new.path),
             source.nbytes,
             Context("write", source.device, warm=not durable),
-            [name for name in registry.names() if can_write(name, source)],
-            choose_writer(source.nbytes),
+            registry.names(),
             learn=durable and not source.throttled,  # an unsynced write ends in the page cache
+            can=partial(can_write, source=source),
         )
         checksums = transfer.run(lambda one: one.write(source, new.fd), partial(record_fallback, fallbacks))
     except BackendUnavailableError as error:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastensor.checkpoint.directories import metadata_names
+from fastensor.checkpoint.directories import METADATA_NAME, metadata_names
 from fastensor.checkpoint.location import Location, locate
 from fastensor.checkpoint.report import SaveReport
 from fastensor.errors import CheckpointWriteError, CorruptCheckpointError, NotACheckpointError
@@ -47,6 +47,18 @@ def find_weights(folder: Path) -> Path | None:
         return path.name not in (_INDEX, WHOLE[0]), ".safetensors" not in path.name, not is_index(path), path.name
 
     return min(found, key=rank, default=None)
+
+
+def what_is(directory: str) -> str:
+    """What a directory is, for who has wanted a file."""
+    if metadata_names(directory):
+        return (
+            "the directory of a distributed checkpoint; load it by torch.distributed.checkpoint with "
+            "FastensorStorageReader, or make a file of it by fastensor.convert"
+        )
+    if find_weights(Path(directory)) is not None:
+        return "the folder of a model; fastensor.load_sharded loads what is in it"
+    return f"a directory that is no distributed checkpoint (it has no {METADATA_NAME}); name what is in it"
 
 
 def is_index(path: Path) -> bool:

@@ -13,12 +13,12 @@ def on_first_use(package: str, homes: Mapping[str, tuple[str, ...]]) -> Callable
 
     Args:
         package: its name.
-        homes: for each module the names that it has; none: the module itself is a name of the package.
+        homes: the modules of the package that are names of it, and for each the names that it has.
     """
     home_of = {name: module for module, names in homes.items() for name in names}
 
     def find(name: str) -> Any:
-        if homes.get(f"{package}.{name}") == ():
+        if f"{package}.{name}" in homes:
             return import_module(f"{package}.{name}")
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -13,7 +13,6 @@ import errno
 import fcntl
 import mmap
 import os
-import secrets
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -218,7 +217,7 @@ def open_nameless(directory: str) -> int:
     fd = try_nameless(directory, 0o600)
     if fd is not None:
         return fd
-    path = os.path.join(directory, f".{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
+    path = os.path.join(directory, f".{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.unlink(path)

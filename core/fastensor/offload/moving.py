@@ -19,8 +19,8 @@ from isal import isal_zlib
 
 from fastensor.backends.base import DeviceSlots, Slots
 from fastensor.backends.buffers import BUFFER_NBYTES, Buffer
+from fastensor.backends.memory import storage_on
 from fastensor.backends.streams import Event, event_now
-from fastensor.backends.to_device import storage_on
 from fastensor.errors import CorruptActivationError
 from fastensor.offload import copying
 from fastensor.offload.copying import bytes_of, copy_in, copy_out, crc32_of, pages_of, resized

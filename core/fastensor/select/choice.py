@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias
 
-from fastensor.files.arguments import did_you_mean
 from fastensor.files.shown import record_repr
 from fastensor.files.words import counted, human_seconds, human_size
 from fastensor.select.context import Context
@@ -16,19 +15,6 @@ from fastensor.select.sizes import size_of
 
 Mode: TypeAlias = Literal["write", "read", "write_read"]
 """The paper's dictionary that decides by which backend files are written: WDic, RDic or WRDic."""
-
-_MODES = get_args(Mode)
-
-
-def check_mode(mode: Mode) -> Mode:
-    """Return the mode if there is such a one.
-
-    Raises:
-        ValueError: there is no such mode.
-    """
-    if mode not in _MODES:
-        raise ValueError(f"mode is one of {_MODES}, found {mode!r}{did_you_mean(str(mode), _MODES)}")
-    return mode
 
 
 class Choice(NamedTuple):

@@ -8,10 +8,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
 from typing import get_args
 
 from fastensor.files.arguments import check_word, checks_keywords
+from fastensor.files.forks import lock_of
 from fastensor.select.files import DictionaryFile, Kind, file_for
 from fastensor.select.machine import nearest
 from fastensor.select.selector import Selector
@@ -22,7 +24,7 @@ _YES = ("1", "true", "yes", "on")
 _NO = ("0", "false", "no", "off")
 
 
-_lock = threading.RLock()
+_lock = lock_of(sys.modules[__name__])
 _made: dict[tuple[int, Kind], tuple[Selector, DictionaryFile]] = {}
 """Selectors and their files, by device number and kind."""
 _for_all: Selector | None = None
@@ -64,9 +66,7 @@ def current_selector(path: str | os.PathLike[str], *, of: Kind = "files") -> Sel
         check_word(of, "of", get_args(Kind))
         with _lock:
             found = _made[key] = _made.get(key) or _make(file_for(path, of=of))
-    selector, file = found
-    file.flush_if_due()
-    return selector
+    return found[0]
 
 
 def flush() -> None:
@@ -90,15 +90,8 @@ def _make(file: DictionaryFile) -> tuple[Selector, DictionaryFile]:
     return Selector(file.load(), explore=explores(), on_change=file.note), file
 
 
-def _begin_anew() -> None:
-    """In a forked child: the parent writes what it has learned, and locks may be held by threads that are not there."""
-    global _lock
-    _lock = threading.RLock()
-    _made.clear()
-
-
 atexit.register(flush)
 with contextlib.suppress(RuntimeError):  # the interpreter exits already
     # Processes of multiprocessing do not run atexit, but end their threads. By then, writers have nothing pending.
     getattr(threading, "_register_atexit", atexit.register)(flush)
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_made.clear)  # the parent writes what it has learned

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
-from statistics import median_low
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, Self
 
 from fastensor.errors import FastensorError
@@ -17,8 +16,7 @@ from fastensor.files.arguments import as_nbytes, checks_keywords
 from fastensor.files.shown import shown
 from fastensor.files.words import counted, human_seconds, human_size
 from fastensor.select.context import Context
-from fastensor.select.line import Line
-from fastensor.select.sizes import bucket_of, scaled, size_of
+from fastensor.select.sizes import Line, bucket_of, scaled, size_of
 
 MOST_SAMPLES = 9
 """The most samples of a backend that are kept: enough to tell backends apart if timings vary by half, and few enough to
@@ -51,28 +49,33 @@ class Timing:
     """The latest measurements, in seconds, scaled to the bucket's largest size."""
     measured_at: int = 0
     """Number of transfers of the key, by any backend, at the last measurement of this backend."""
-    seconds: float = field(init=False)
-    """The lower median of the samples. The first use of a backend may take longer than later uses (section 3.4), so the
-    lesser of two samples counts. Other work of the machine slows a few samples."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "seconds", max(median_low(self.samples), _LEAST_SECONDS))
+    @property
+    def seconds(self) -> float:
+        """The lower median of the samples. The first use of a backend may take longer than later uses (section 3.4), so
+        the lesser of two samples counts. Other work of the machine slows a few samples."""
+        return _quantile(self.samples, 1 / 2)
 
     @property
     def hoped_seconds(self) -> float:
         """``seconds``, or the lower median of the latest three samples if that is less: a backend that is seldom tried
         may have become faster."""
-        return min(max(median_low(self.samples[-_RECENT:]), _LEAST_SECONDS), self.seconds)
+        return min(_quantile(self.samples[-_RECENT:], 1 / 2), self.seconds)
 
     @property
     def quartile(self) -> float:
         """The lower quartile of the samples."""
-        return max(sorted(self.samples)[(len(self.samples) - 1) // 4], _LEAST_SECONDS)
+        return _quantile(self.samples, 1 / 4)
 
     @property
     def spread(self) -> float:
         """The difference between the longest and the shortest sample, in seconds."""
         return max(self.samples) - min(self.samples)
+
+
+def _quantile(samples: Sequence[float], share: float) -> float:
+    """The sample that this share of the others is less than, or the next lower one."""
+    return max(sorted(samples)[int((len(samples) - 1) * share)], _LEAST_SECONDS)
 
 
 class Key(NamedTuple):
@@ -99,7 +102,7 @@ class Entry:
     @property
     def uses(self) -> int:
         """Number of measured transfers, by any backend."""
-        return max([timing.measured_at for timing in self.timings.values()], default=0)
+        return max(map(attrgetter("measured_at"), self.timings.values()), default=0)
 
     def learn(self, backend: str, sample: float) -> None:
         before = self.timings.get(backend)

@@ -15,7 +15,6 @@ import re
 import stat
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from platformdirs import user_cache_path
 from fastensor.files import posix
 from fastensor.files.afterwards import do_afterwards
 from fastensor.files.atomic import replace_contents
+from fastensor.files.forks import in_children
 from fastensor.select.dictionary import Change, Dictionary, DictionaryError
 from fastensor.select.machine import digest, identity
 
@@ -75,7 +75,7 @@ class DictionaryFile:
         self.path = path
         self.machine = dict(machine)
         self._begin()
-        _files.add(self)
+        in_children(self, DictionaryFile._begin)
 
     def _begin(self) -> None:
         self._due = time.monotonic() + _FLUSH_SECONDS
@@ -101,17 +101,10 @@ class DictionaryFile:
         return Dictionary()
 
     def note(self, change: Change) -> None:
-        """Keep a change for the next :meth:`flush`. Waits for nothing."""
+        """Keep a change for the next :meth:`flush`, which another thread does every 5 seconds, so that a disk that does
+        not answer delays no caller. Waits for nothing."""
         self._noted.append(change)
-
-    @property
-    def pending(self) -> bool:
-        """Whether changes wait for a flush."""
-        return bool(self._noted or self._unwritten)
-
-    def flush_if_due(self) -> None:
-        """Every 5 seconds, have another thread flush, so that a disk that does not answer delays no caller."""
-        if not self.pending or time.monotonic() < self._due or not self._scheduled.acquire(blocking=False):
+        if time.monotonic() < self._due or not self._scheduled.acquire(blocking=False):
             return
         self._due = time.monotonic() + _FLUSH_SECONDS
         if not do_afterwards(self._flush_scheduled):  # later, or when the process ends
@@ -179,17 +172,6 @@ class DictionaryFile:
                 for file in _family(path.parent, re.escape(path.name)):
                     os.unlink(file)
         return found
-
-
-_files: weakref.WeakSet[DictionaryFile] = weakref.WeakSet()
-
-
-def _begin_all() -> None:
-    for file in _files:
-        file._begin()
-
-
-os.register_at_fork(after_in_child=_begin_all)
 
 
 def default_folder() -> Path:

@@ -1,25 +1,24 @@
 """Choosing a backend, and learning from how long it took. Decides, and moves no bytes.
 
 A rule by size and residency, the prior, decides until something is known. Other backends are tried only as far as that
-costs next to nothing: see :class:`Selector`.
+costs next to nothing: see :class:`Selector`. Choices stand in a table until enough is learned to decide anew.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import threading
-import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from math import inf
+from typing import Any, NamedTuple, get_args
 
-from fastensor.files.arguments import as_nbytes, check_flags, checks_keywords
+from fastensor.files.arguments import as_nbytes, check_flags, check_word, checks_keywords
+from fastensor.files.forks import lock_of
 from fastensor.files.shown import shown
 from fastensor.files.words import counted, human_seconds, human_size
-from fastensor.select.choice import Choice, Explanation, Mode, SelectorStatistics, check_mode, up_to
+from fastensor.select.choice import Choice, Explanation, Mode, SelectorStatistics, up_to
 from fastensor.select.context import Context
 from fastensor.select.dictionary import Change, Dictionary, Key
 from fastensor.select.sizes import bucket_of, scaled, size_of
@@ -37,11 +36,36 @@ _LEAST_GAP, _MOST_GAP = 10, 1000
 """The least and the most uses of a size after which a backend is tried again."""
 _GROWTH = 5
 """Between the two, a backend is tried again when uses have grown by a fifth: timings are checked for ever, at ever less
-cost."""
+cost. A choice stands for a fifth of the uses, too, ..."""
+_MOST_STANDING = 5
+"""... but for no more: a lasting change is to be believed after five uses."""
 _NOTICED_SECONDS = 1.0
 """A try that has cost more is logged as a warning."""
 
 _logger = logging.getLogger("fastensor")
+
+
+class _Question(NamedTuple):
+    """What a choice depends on besides its key, and what was learned."""
+
+    candidates: tuple[str, ...]
+    mode: Mode
+    default: str | None
+    explore: bool
+    """Whether backends may be tried."""
+    paper: bool
+
+
+@dataclass(slots=True)
+class _Standing:
+    """A choice that is no try, and how long it stands."""
+
+    question: _Question
+    choice: Choice
+    uses: int
+    """For how many further uses, ..."""
+    until_seconds: float
+    """... and until all transfers, of other sizes too, have taken so long: then the budget may cover a try."""
 
 
 @dataclass(slots=True)
@@ -63,6 +87,8 @@ class _History:
     """Backends that turned out slower than the prior. They are not used until a try shows that they are faster."""
     risk_seconds: float = 0.0
     """The expected cost of a try that is under way."""
+    standing: _Standing | None = None
+    """The latest choice, if it still stands."""
 
 
 class _Expected(NamedTuple):
@@ -78,8 +104,10 @@ class _Expected(NamedTuple):
 class Selector:
     """Chooses the backend of a transfer, by the times of earlier ones. Every method may be called from several threads.
 
-    Code that moves bytes calls :meth:`choose`, and then :meth:`record` with the time, or :meth:`failed`. A choice takes
-    some microseconds.
+    Code that moves bytes calls :meth:`choose`, and then :meth:`record` with the time, or :meth:`failed`. A choice
+    stands for a fifth of the uses of its size so far, five at most, while no try can become due: until then it is
+    looked up in a table. It is made anew at once when a try ends, when a backend fails, and when one that was believed
+    to be faster turns out slower.
 
     The prior, which the caller names by its ``default``, is used until it was measured. Then other backends may be
     tried. **Exploring may never have cost more than 5 % of the time that transfers have taken so far**, here and in the
@@ -123,20 +151,20 @@ class Selector:
         on_change: Callable[[Change], None] = lambda change: None,
     ) -> None:
         check_flags(explore=explore, paper=paper)
-        check_mode(mode)
+        check_word(mode, "mode", get_args(Mode))
         if not isinstance(dictionary, Dictionary | None):
             raise TypeError(f"dictionary is a fastensor.Dictionary or None, found {dictionary!r}")
         self._dictionary = Dictionary() if dictionary is None else dictionary
         self.explore = explore
         """True if backends are tried, and timings learned. May be changed at any time."""
-        self.mode = mode
+        self.mode: Mode = mode
+        """What files are written for. May be changed at any time."""
         self.paper = paper
         """True if the paper's Algorithm 1 explores. May be changed at any time."""
         self._on_change = on_change
-        self._histories: dict[Key, _History] = {}
+        self._histories: defaultdict[Key, _History] = defaultdict(_History)
         self._counts: Counter[str] = Counter()
-        self._renew_lock()
-        _selectors.add(self)
+        self._lock = lock_of(self)
 
     @shown
     def __repr__(self) -> str:
@@ -148,18 +176,6 @@ class Selector:
         with self._lock:
             known, moved = len(self._dictionary), self._counts.total()
         return f": {how}, mode {self.mode!r}, {counted(known, 'sizes')} known, {counted(moved, 'transfers')}"
-
-    def _renew_lock(self) -> None:
-        self._lock = threading.RLock()
-
-    @property
-    def mode(self) -> Mode:
-        """Purpose of files that are written. Can be changed at any time."""
-        return self._mode
-
-    @mode.setter
-    def mode(self, mode: Mode) -> None:
-        self._mode: Mode = check_mode(mode)
 
     @property
     def dictionary(self) -> Dictionary:
@@ -187,18 +203,18 @@ class Selector:
             default: the prior, used while nothing is known; None means the first candidate in the paper's order.
             learn: whether the time will be recorded. If not, no backend is tried.
         """
-        mode = check_mode(mode or self._mode)
+        question = _Question(tuple(candidates), mode or self.mode, default, self.explore and learn, self.paper)
         key = Key(context, bucket_of(as_nbytes(nbytes, "nbytes")))
-        possible = in_order(candidates)
         with self._lock:
-            history = self._histories.setdefault(key, _History())
-            history.candidates = possible
-            choice = self._decide(key, history, possible, mode, default, explore=self.explore and learn)
-            if self.explore and learn:
-                history.uses += 1
-                if choice.exploring:
-                    history.tried_at[choice.backend] = history.uses
-                    history.risk_seconds = choice.risk_seconds
+            history = self._histories[key]
+            history.candidates = question.candidates
+            choice = self._looked_up(history, question) or self._choose_anew(key, history, question)
+            history.uses += question.explore
+            if history.standing is not None:
+                history.standing.uses -= 1
+            if choice.exploring:
+                history.tried_at[choice.backend] = history.uses
+                history.risk_seconds = choice.risk_seconds
             return choice
 
     def record(
@@ -220,7 +236,7 @@ class Selector:
             self._counts["explored" if choice is not None and choice.exploring else "exploited"] += 1
             if not self.explore:
                 return
-            history = self._histories.setdefault(key, _History())
+            history = self._histories[key]
             history.risk_seconds = 0.0
             extra = self._cost(history, choice, seconds, scaled(1.0, nbytes)) if choice is not None else 0.0
             if extra > _NOTICED_SECONDS:
@@ -228,6 +244,8 @@ class Selector:
                     "measuring %s with %s (%s) has cost %s: it took %s; FASTENSOR_EXPLORE=0 measures nothing",
                     backend, human_size(nbytes), context, human_seconds(extra), human_seconds(seconds),
                 )  # fmt: skip
+            if extra or (choice is not None and choice.exploring):
+                history.standing = None
             self._learn(Change(context, nbytes, backend, seconds, extra))
 
     def failed(
@@ -250,9 +268,10 @@ class Selector:
         nbytes = as_nbytes(nbytes, "nbytes")
         with self._lock:
             self._counts["failed"] += 1
-            history = self._histories.setdefault(Key(context, bucket_of(nbytes)), _History())
+            history = self._histories[Key(context, bucket_of(nbytes))]
             history.failed[backend] = reason
             history.risk_seconds = 0.0
+            history.standing = None
             if self.explore and choice is not None and choice.exploring:
                 self._learn(Change(context, nbytes, backend, seconds, seconds, failed=True))
 
@@ -281,9 +300,8 @@ class Selector:
                 candidates = history.candidates or sorted(
                     {name for _, entry in self._dictionary for name in entry.timings}
                 )
-            choice = self._decide(
-                key, history, in_order(candidates), check_mode(mode or self._mode), default, explore=self.explore
-            )
+            question = _Question(tuple(candidates), mode or self.mode, default, self.explore, self.paper)
+            choice = self._looked_up(history, question) or self._decide(key, history, question)
             timings = dict(self._dictionary.at(key).timings)
             return Explanation(
                 size_of(key.bucket), context, choice, timings, dict(history.failed),
@@ -295,6 +313,8 @@ class Selector:
         here stay excluded."""
         with self._lock:
             self._dictionary = deepcopy(dictionary)
+            for history in self._histories.values():
+                history.standing = None
 
     def statistics(self) -> SelectorStatistics:
         """Counts of what the selector has done so far."""
@@ -312,34 +332,50 @@ class Selector:
 
     # --- inside, with the lock held
 
-    def _decide(
-        self,
-        key: Key,
-        history: _History,
-        candidates: tuple[str, ...],
-        mode: Mode,
-        default: str | None,
-        *,
-        explore: bool,
-    ) -> Choice:
-        """The choice for :meth:`choose` and :meth:`explain`. Changes nothing."""
-        if not candidates:
+    def _looked_up(self, history: _History, question: _Question) -> Choice | None:
+        """The choice that still stands."""
+        one = history.standing
+        stands = one is not None and one.uses > 0 and self._dictionary.seconds <= one.until_seconds
+        return one.choice if one is not None and stands and one.question == question else None
+
+    def _choose_anew(self, key: Key, history: _History, question: _Question) -> Choice:
+        """A choice by what was learned. It stands as long as no try can become due, a few uses at most."""
+        choice, known = self._decide(key, history, question), self._dictionary
+        history.standing = None
+        uses = min(known.at(key).uses // _GROWTH, _MOST_STANDING) if question.explore else _MOST_STANDING
+        while uses > 1 and (choice.exploring or self._decide(key, history, question, ahead=uses).exploring):
+            uses //= 2
+        if uses > 1:
+            timing = known.at(key).timings.get(choice.backend)
+            until = known.seconds + uses * timing.seconds if timing is not None else inf
+            history.standing = _Standing(question, choice, uses, until)
+        return choice
+
+    def _decide(self, key: Key, history: _History, question: _Question, ahead: int = 0) -> Choice:
+        """The choice for :meth:`choose` and :meth:`explain`. Changes nothing.
+
+        Args:
+            ahead: how many transfers later, if they take what is expected.
+        """
+        if not question.candidates:
             raise ValueError("there is no backend to choose")
+        check_word(question.mode, "mode", get_args(Mode))
+        mode, explore, candidates = question.mode, question.explore, in_order(question.candidates)
         possible = tuple(name for name in candidates if name not in history.failed) or candidates
-        prior = default if default in possible else possible[0]
-        expected = self._expected(key, possible, mode, None if not explore or self.paper else prior)
-        if explore and self.paper:
+        prior = question.default if question.default in possible else possible[0]
+        expected = self._expected(key, possible, mode, None if not explore or question.paper else prior)
+        if explore and question.paper:
             unknown = next((one for one in possible if one not in expected.of and one not in history.tried_at), None)
             if unknown is not None:
                 return Choice(unknown, f"to measure it once for {up_to(key.bucket)}, as the paper does", exploring=True)
-        if not expected.of or (explore and not self.paper and prior not in expected.of):
+        if not expected.of or (explore and not question.paper and prior not in expected.of):
             missing = "nothing was measured" if prior not in expected.to_write else "nothing that it wrote was read"
             return Choice(prior, f"by size: {missing} for {up_to(key.bucket)}")
-        if not explore or self.paper:
-            best = _least(expected.of)
+        if not explore or question.paper:
+            best = min(expected.of, key=expected.of.__getitem__)
         else:
             best = self._best(key, history, prior, expected)
-            if choice := self._next_try(key, history, possible, prior, best, expected):
+            if choice := self._next_try(key, history, possible, prior, best, expected, ahead):
                 return choice
         return Choice(best, _why(key, mode, best, expected), prior_seconds=_break_even(expected, best, prior))
 
@@ -377,26 +413,34 @@ class Selector:
     def _best(self, key: Key, history: _History, prior: str, expected: _Expected) -> str:
         """The fastest backend that has not turned out slower than the prior; the prior if it might be as fast."""
         dropped = history.disappointing - {prior}
-        best = _least({name: seconds for name, seconds in expected.of.items() if name not in dropped})
+        best = min((name for name in expected.of if name not in dropped), key=expected.of.__getitem__)
         if best == prior:
             return best
         luck = expected.to_write[prior] - self._dictionary.at(key).timings[prior].quartile
         return best if expected.of[best] < expected.of[prior] - luck else prior
 
     def _next_try(
-        self, key: Key, history: _History, possible: tuple[str, ...], prior: str, best: str, expected: _Expected
+        self,
+        key: Key,
+        history: _History,
+        possible: tuple[str, ...],
+        prior: str,
+        best: str,
+        expected: _Expected,
+        ahead: int,
     ) -> Choice | None:
         """The try with the least risk, if the budget covers one."""
         known = self._dictionary
         usual = expected.to_write[best]
-        left = SHARE * (known.seconds - known.extra_seconds) + _credit(usual) - known.extra_seconds
+        seconds = known.seconds - known.extra_seconds + ahead * usual
+        left = SHARE * seconds + _credit(usual) - known.extra_seconds
         left -= sum(other.risk_seconds for other in self._histories.values() if other is not history)  # under way
         if left < _LEAST_RISK * usual:
             return None
         risks = {
             name: max(self._estimate(key, name, expected, usual) - usual, _LEAST_RISK * usual)
             for name in possible
-            if name != best and self._is_due(key, history, name, most_gap=_LEAST_GAP if name == prior else _MOST_GAP)
+            if name != best and self._is_due(key, history, name, _LEAST_GAP if name == prior else _MOST_GAP, ahead)
         }
         name = prior if prior in risks else min(risks, key=risks.__getitem__, default=None)  # all are compared with it
         if name is None or risks[name] > left:
@@ -412,13 +456,13 @@ class Selector:
             risk_seconds=risks[name],
         )
 
-    def _is_due(self, key: Key, history: _History, name: str, most_gap: int) -> bool:
+    def _is_due(self, key: Key, history: _History, name: str, most_gap: int, ahead: int) -> bool:
         """Whether enough transfers have passed since a backend was tried or measured."""
         entry = self._dictionary.at(key)
-        timing = entry.timings.get(name)
-        if name in history.tried_at and history.uses - history.tried_at[name] < _gap(history.tried_at[name], most_gap):
+        timing, tried_at = entry.timings.get(name), history.tried_at.get(name)
+        if tried_at is not None and history.uses + ahead - tried_at < _gap(tried_at, most_gap):
             return False
-        return timing is None or entry.uses - timing.measured_at >= _gap(timing.measured_at, most_gap)
+        return timing is None or entry.uses + ahead - timing.measured_at >= _gap(timing.measured_at, most_gap)
 
     def _estimate(self, key: Key, name: str, expected: _Expected, usual: float) -> float:
         """Seconds that a backend is expected to take for the transfer at hand, by its own timings or else by those of
@@ -449,10 +493,6 @@ def _why(key: Key, mode: Mode, best: str, expected: _Expected) -> str:
     return f"the fastest{what}: {human_seconds(expected.of[best])} for {up_to(key.bucket)}"
 
 
-def _least(seconds: Mapping[str, float]) -> str:
-    return min(seconds, key=seconds.__getitem__)
-
-
 def _credit(usual: float) -> float:
     return min(CREDIT_SECONDS, SHARE * usual)
 
@@ -463,15 +503,3 @@ def _break_even(expected: _Expected, best: str, prior: str) -> float | None:
     if best == prior or prior not in expected.of:
         return None
     return expected.of[prior] - (expected.of[best] - expected.to_write[best])
-
-
-_selectors: weakref.WeakSet[Selector] = weakref.WeakSet()
-
-
-def _renew_locks() -> None:
-    """In a forked child: locks may be held by threads that are not there."""
-    for selector in _selectors:
-        selector._renew_lock()
-
-
-os.register_at_fork(after_in_child=_renew_locks)

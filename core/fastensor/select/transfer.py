@@ -14,7 +14,7 @@ from fastensor.backends.base import Backend
 from fastensor.backends.fallback import why_unavailable
 from fastensor.errors import BackendUnavailableError, FastensorError
 from fastensor.select.choice import Choice, Mode
-from fastensor.select.context import Context
+from fastensor.select.context import Context, by_rule
 from fastensor.select.current import current_selector
 from fastensor.select.selector import Selector
 
@@ -56,6 +56,7 @@ class Transfer:
         default: the candidate to use if nothing is known and nothing may be tried.
         learn: whether the selector learns the time; if not, it tries nothing.
         fallbacks: the candidates that are used only if no other one works.
+        can: for candidates that nobody has named, whether one can be used. Others are left out without a word.
 
     Raises:
         BackendUnavailableError: there are no candidates.
@@ -73,8 +74,10 @@ class Transfer:
         default: str | None = None,
         learn: bool = True,
         fallbacks: Collection[str] = (),
+        can: Callable[[str], bool] | None = None,
     ) -> None:
         self._fallbacks = fallbacks
+        self._can = can
         self._left = list(dict.fromkeys(candidates))
         self._failed: dict[str, str] = {}
         self._unexpected: Exception | None = None
@@ -100,9 +103,9 @@ class Transfer:
         nbytes: int,
         context: Context,
         candidates: Iterable[str],
-        default: str,
         *,
         learn: bool,
+        can: Callable[[str], bool] = lambda name: True,
     ) -> Self:
         """The transfer of a file's bytes, by the backend or selector that the user has asked for.
 
@@ -110,15 +113,17 @@ class Transfer:
             choice: what the user has asked for.
             path: the file, or another one on its filesystem.
             nbytes, context: as for the class.
-            candidates: the backends that can move the bytes if they are available.
-            default: the candidate to use if nothing is known and nothing may be tried.
+            candidates: the backends that may move the bytes.
             learn: whether the time says something about the backend.
+            can: whether a backend that is available can move such bytes.
         """
         if isinstance(choice, str) and choice != registry.AUTO:
             return cls((registry.get(choice).name, *LAST_RESORTS), nbytes, context)
         selector = choice if isinstance(choice, Selector) else current_selector(path)
-        available = [name for name in candidates if not why_unavailable(name)]
-        return cls(available, nbytes, context, selector, default=default, learn=learn, fallbacks=WHOLE_FILES)
+        return cls(
+            candidates, nbytes, context, selector, default=by_rule(context, nbytes), learn=learn, fallbacks=WHOLE_FILES,
+            can=lambda name: not why_unavailable(name) and can(name),
+        )  # fmt: skip
 
     @property
     def reason(self) -> str:
@@ -145,7 +150,7 @@ class Transfer:
         while True:
             self.started = time.perf_counter()
             try:
-                if reason := why_unavailable(self.used):
+                if self._can is None and (reason := why_unavailable(self.used)):
                     raise BackendUnavailableError(reason)
                 return attempt(registry.get(self.used))
             except BaseException as error:
@@ -174,6 +179,11 @@ class Transfer:
             self._selector.failed(self._nbytes, self._context, self.used, reason, seconds, self._latest)
 
     def _choose(self) -> Choice:
+        while (choice := self._next()) and self._can is not None and not self._can(choice.backend):
+            self._left.remove(choice.backend)
+        return choice
+
+    def _next(self) -> Choice:
         if not self._left:
             unexpected, self._unexpected = self._unexpected, None
             if unexpected is not None:

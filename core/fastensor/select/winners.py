@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import NamedTuple
 
 from fastensor.select.context import STAGED, Context
@@ -19,11 +18,6 @@ def in_order(candidates: Iterable[str]) -> tuple[str, ...]:
     >>> in_order(["mine", "direct", "numpy"])
     ('numpy', 'direct', 'mine')
     """
-    return _in_order(tuple(candidates))
-
-
-@lru_cache(256)
-def _in_order(candidates: tuple[str, ...]) -> tuple[str, ...]:
     ranks = {name: rank for rank, name in enumerate(PAPER_ORDER)}
     return tuple(sorted(candidates, key=lambda name: ranks.get(name, len(ranks))))
 
@@ -42,7 +36,6 @@ def seconds_to_read(dictionary: Dictionary, key: Key) -> Mapping[str, float]:
     return max([{}, *(_usual_seconds(dictionary, device, key.bucket) for device in sorted(others))], key=len)
 
 
-@lru_cache(64)
 def _reads(device: str) -> tuple[Context, ...]:
     return tuple(Context("read", device, warm) for warm in (False, True))
 

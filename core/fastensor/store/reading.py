@@ -13,7 +13,7 @@ from isal import isal_zlib
 from torch import Tensor
 
 from fastensor.backends.base import Backend, Extent
-from fastensor.backends.to_device import Filler, is_filled_at_once, storage_on
+from fastensor.backends.memory import fill, is_filled_at_once, storage_on
 from fastensor.errors import CorruptCheckpointError, FastensorError, UnsafeCheckpointError
 from fastensor.files import posix
 from fastensor.stitch import npy
@@ -38,7 +38,7 @@ def read_npy(backend: Backend, file: StoredFile, ref: TensorRef, device: torch.d
             reader.readinto(0, memoryview(start), checksum=False)
         header = _checked_header(bytes(start), file, npy.NpyHeader.of(dtype, ref.shape, ref.stride))
         data = storage_on(device if is_filled_at_once(device) else torch.device("cpu"), ref.nbytes)
-        crc32 = Filler(reader).fill(data, npy.DATA_BEGIN, checksum=verify)
+        crc32 = fill(reader, data, npy.DATA_BEGIN, checksum=verify)
         if verify:
             _compare(crc32, ref, file.path)
     values = torch.empty(0, dtype=torch.uint8, device=data.device).set_(data)

@@ -7,7 +7,7 @@ import errno
 import os
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import torch
 from torch import Tensor
@@ -23,13 +23,12 @@ from fastensor.errors import (
     PlacementError,
 )
 from fastensor.files import posix
-from fastensor.files.arguments import check_flags, checks_keywords
+from fastensor.files.arguments import check_flags, check_word, checks_keywords
 from fastensor.files.atomic import NewFile
 from fastensor.files.shown import shown
-from fastensor.select.choice import Mode, check_mode
-from fastensor.select.context import Context
+from fastensor.select.choice import Mode
+from fastensor.select.context import RESIDENT_FRACTION, Context
 from fastensor.select.current import current_selector
-from fastensor.select.rule import RESIDENT_FRACTION, choose_reader, choose_writer
 from fastensor.select.selector import Selector
 from fastensor.stitch.torch_zip import TorchZip
 from fastensor.store.files import StoredFile, new_name, reading, remove, writing
@@ -108,7 +107,8 @@ class TensorStore:
         self._directory = os.path.abspath(directory)
         self._selector = selector
         current = partial(current_selector, self._directory, of="tensors")
-        self._tools = Tools(backend, current if selector is None else lambda: selector, check_mode(mode))
+        check_word(mode, "mode", get_args(Mode))
+        self._tools = Tools(backend, current if selector is None else lambda: selector, mode)
         self._durable = durable
         self._verify = verify
         self._closed = False
@@ -217,7 +217,7 @@ class TensorStore:
             ways = ways_to_read(tools.tool, tools.available, ref.format, ref.backend, tools.mode, plain=ref.plain)
             read = partial(self._read, file, ref, target)
             try:
-                return tools.use(ways, context, ref.nbytes, choose_reader(ref.nbytes, resident), read)
+                return tools.use(ways, context, ref.nbytes, read)
             except BackendUnavailableError as error:
                 raise CheckpointReadError(errno.EINVAL, f"cannot read a stored tensor: {error}", path) from error
 
@@ -263,7 +263,7 @@ class TensorStore:
             tools.note_fallback(tools.tool, f"a .npy file cannot hold a tensor that {packed.not_for_npy}")
         write = partial(self._write, packed)
         try:
-            return tools.use(ways, context, packed.nbytes, choose_writer(packed.nbytes), write)
+            return tools.use(ways, context, packed.nbytes, write)
         except BackendUnavailableError as error:
             raise CheckpointWriteError(errno.EINVAL, f"cannot store a tensor: {error}", self._directory) from error
 

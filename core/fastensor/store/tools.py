@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +11,10 @@ from typing import TypeVar
 from fastensor.backends import registry
 from fastensor.backends.base import Backend
 from fastensor.backends.fallback import announce, available_names
+from fastensor.files.forks import lock_of
 from fastensor.files.words import counted, human_size
 from fastensor.select.choice import Mode, SelectorStatistics
-from fastensor.select.context import Context, Operation
+from fastensor.select.context import Context, Operation, by_rule
 from fastensor.select.selector import Selector
 from fastensor.select.transfer import LAST_RESORTS, Transfer
 from fastensor.store.ref import Format
@@ -128,28 +126,23 @@ class Tools:
         self.tool = tool if tool == registry.AUTO else registry.get(tool).name
         self.mode = mode
         self._selector = selector
-        self._renew_lock()
+        self._lock = lock_of(self)
         self._counts: Counter[str] = Counter()
         self._used: dict[Operation, Counter[str]] = {"write": Counter(), "read": Counter()}
         self._fallbacks: dict[str, str] = {}
-        _made.add(self)
-
-    def _renew_lock(self) -> None:
-        self._lock = threading.Lock()
 
     @property
     def available(self) -> tuple[str, ...]:
         """The backends among which the selector chooses now; empty if a backend was named."""
         return available_names() if self.tool == registry.AUTO else ()
 
-    def use(self, ways: Ways, context: Context, nbytes: int, rule: str, act: Callable[[Backend], T]) -> T:
+    def use(self, ways: Ways, context: Context, nbytes: int, act: Callable[[Backend], T]) -> T:
         """Run a transfer with the best backend that can.
 
         Args:
             ways: the candidates.
             context: the circumstances of the transfer.
             nbytes: size of the tensor.
-            rule: the backend for sizes that were not measured yet.
             act: the transfer.
 
         Raises:
@@ -163,7 +156,7 @@ class Tools:
             self._selector() if ways.learn else None,
             choose=ways.choose,
             mode=self.mode,
-            default=rule,
+            default=by_rule(context, nbytes),
         )
         result = transfer.run(act, self.note_fallback)
         transfer.done(time.perf_counter() - transfer.started)
@@ -197,15 +190,3 @@ class Tools:
                 fallbacks=dict(self._fallbacks),
                 selector=asked,
             )
-
-
-_made: weakref.WeakSet[Tools] = weakref.WeakSet()
-
-
-def _renew_locks() -> None:
-    """In a forked child: threads that hold a lock are missing there."""
-    for tools in _made:
-        tools._renew_lock()
-
-
-os.register_at_fork(after_in_child=_renew_locks)

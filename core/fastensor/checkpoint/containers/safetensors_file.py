@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError
 
-from fastensor.backends.memory import copy_memory
-from fastensor.backends.to_device import storage_on
+from fastensor.backends.memory import copy_memory, storage_on
 from fastensor.checkpoint.containers import ToCompare
 from fastensor.checkpoint.names import resolve
 from fastensor.checkpoint.opened import OpenedFile, named_in_errors, read_exactly

@@ -20,7 +20,6 @@ from fastensor.errors import BackendUnavailableError, CheckpointWriteError
 from fastensor.files import posix
 from fastensor.files.atomic import NewFile
 from fastensor.select.context import Context
-from fastensor.select.rule import choose_writer
 from fastensor.select.transfer import BackendChoice, Transfer
 from fastensor.stitch.extents import Extent
 from fastensor.stitch.source import Plan
@@ -112,7 +111,6 @@ def write_extent(
         part.nbytes,
         Context("write", part.device),
         registry.names_with_slots(),
-        choose_writer(part.nbytes),
         learn=False,  # other ranks write to the same disk
     )
     write = partial(_write_by, part=part, fd=fd, begin=extent[0])

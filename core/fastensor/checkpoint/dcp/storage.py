@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 
 from fastensor.checkpoint.freeing import freeing_afterwards
 from fastensor.checkpoint.location import RemotePath, locate
-from fastensor.checkpoint.opened import OpenedFile, open_remote, opened
+from fastensor.checkpoint.opened import OpenedFile, opened
 from fastensor.checkpoint.outputs import Output, Replacement
-from fastensor.checkpoint.remote import Upload, refusals_as_os_errors
+from fastensor.checkpoint.remote import Upload, open_remote, refusals_as_os_errors
 from fastensor.files import posix
 from fastensor.files.atomic import LEFTOVER_SECONDS, new_file
 from fastensor.files.os_errors import kept_at, read_errors, write_errors

@@ -13,8 +13,8 @@ from fastensor.cli.checkup.advice import Advice
 from fastensor.errors import BackendUnavailableError
 from fastensor.files import posix
 from fastensor.files.words import human_size
+from fastensor.select.context import RESIDENT_FRACTION
 from fastensor.select.machine import StorageKind, identity, storage_kind
-from fastensor.select.rule import RESIDENT_FRACTION
 
 PREFIX = ".fastensor-doctor-"
 """Prefix of the names of everything that is created in the folder."""

@@ -24,9 +24,8 @@ from fastensor.cli.values import LEAST_NBYTES
 from fastensor.errors import BackendUnavailableError, CorruptCheckpointError
 from fastensor.files import posix
 from fastensor.files.words import human_size
-from fastensor.select.context import Context
+from fastensor.select.context import RESIDENT_FRACTION, Context, by_rule
 from fastensor.select.current import current_selector
-from fastensor.select.rule import RESIDENT_FRACTION, choose_reader, choose_writer
 from fastensor.select.transfer import WHOLE_FILES
 
 ROUNDS = 3
@@ -115,8 +114,7 @@ def choices_for(path: str, sizes: Iterable[int], names: Sequence[str]) -> tuple[
     found = []
     for context in (Context("write"), Context("read"), Context("read", warm=True)):
         for nbytes in sizes:
-            default = choose_writer(nbytes) if context.operation == "write" else choose_reader(nbytes, context.warm)
-            choice = selector.explain(nbytes, context, names, default=default).choice
+            choice = selector.explain(nbytes, context, names, default=by_rule(context, nbytes)).choice
             found.append(Chosen(str(context), nbytes, choice.backend, choice.reason, choice.exploring))
     return tuple(found)
 

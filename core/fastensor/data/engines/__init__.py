@@ -1,2 +1,2 @@
-"""Ways to read values of a file: ``base.py`` is the protocol, ``choice.py`` learns which one is the fastest for a
+"""Ways to read values of a file: ``base.py`` is the protocol, ``choice.py`` chooses by a rule the fastest one for a
 file."""
