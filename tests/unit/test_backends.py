@@ -21,6 +21,7 @@ from fastensor.backends.base import Backend, Extent
 from fastensor.backends.buffers import BUFFER_COUNT, BUFFER_NBYTES
 from fastensor.backends.direct import DirectBackend
 from fastensor.backends.fallback import available_names
+from fastensor.backends.numpy import BufferedReader
 from fastensor.backends.staging import open_stager
 from fastensor.errors import BackendUnavailableError, UnknownBackendError
 from fastensor.files import posix
@@ -209,13 +210,13 @@ def test_a_load_in_order_is_read_ahead_and_never_elsewhere(disk: Path) -> None:
     }
     fastensor.save(state, disk / "x", backend="direct")
     elsewhere = []
-    original = direct.BufferedReader.readinto
+    original = BufferedReader.readinto
 
     def count(self: object, offset: int, buffer: memoryview, **options: bool) -> int:
         elsewhere.append(buffer.nbytes)
         return original(self, offset, buffer, **options)  # type: ignore[arg-type]
 
-    with mock.patch.object(direct.BufferedReader, "readinto", count):
+    with mock.patch.object(BufferedReader, "readinto", count):
         loaded = fastensor.load(disk / "x", backend="direct")
     assert all(torch.equal(loaded[key], state[key]) for key in state)
     assert max(elsewhere) < 8192, "payload was read outside the ring"

@@ -27,10 +27,24 @@ from fastensor.files.words import human_size
 
 BUFFER_NBYTES = 4 << 20
 """Size of every buffer."""
+TRANSFERS_IN_FLIGHT = 4
+_MIN_TRANSFER_NBYTES = 2 << 20
+_TRANSFERS_PER_FILE = 128
 BUFFER_COUNT = 8
 """The most buffers that one transfer uses."""
 _HUGE_PAGE = 2 << 20
 _logger = logging.getLogger("fastensor")
+
+
+def transfer_nbytes(total: int) -> int:
+    """The size of single transfers: large, but small enough that filling and draining the pipeline takes little time.
+
+    >>> transfer_nbytes(1 << 30) >> 20, transfer_nbytes(200 << 20) >> 20, transfer_nbytes(100) >> 20
+    (4, 2, 2)
+    """
+    share = -(-total // _TRANSFERS_PER_FILE)
+    rounded = -(-share // _MIN_TRANSFER_NBYTES) * _MIN_TRANSFER_NBYTES
+    return min(max(rounded, _MIN_TRANSFER_NBYTES), BUFFER_NBYTES)
 
 
 class _Slab:

@@ -12,17 +12,16 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 from fastensor.backends.base import Extent, Reader
 from fastensor.backends.buffers import BUFFER_NBYTES, transfer_buffers
-from fastensor.backends.copier import Window
-from fastensor.backends.numpy import BufferedReader
-from fastensor.backends.pipeline import write_windows
-from fastensor.backends.ring_reader import RingReader
-from fastensor.backends.staging import open_stager
 from fastensor.errors import BackendUnavailableError
 from fastensor.files import posix
-from fastensor.stitch.source import Source
+
+if TYPE_CHECKING:
+    from fastensor.backends.copier import Window
+    from fastensor.stitch.source import Source
 
 
 class DirectBackend:
@@ -37,6 +36,11 @@ class DirectBackend:
         return True
 
     def write(self, source: Source, fd: int) -> Sequence[int]:
+        from fastensor.backends.pipeline import (
+            write_windows,  # loads need nothing of these, and saves nothing of others
+        )
+        from fastensor.backends.staging import open_stager
+
         limits = _limits(fd)
         with _direct_mode(fd), _refusals_reported():
             write = partial(_write_direct, fd, limits.offset_alignment)
@@ -45,6 +49,9 @@ class DirectBackend:
         return checksums
 
     def open_reader(self, fd: int, nbytes: int, order: Sequence[Extent]) -> Reader:
+        from fastensor.backends.numpy import BufferedReader
+        from fastensor.backends.ring_reader import RingReader
+
         direct_fd, alignment = open_direct(fd)
         with ExitStack() as undo:
             undo.callback(posix.close_read_only, direct_fd)

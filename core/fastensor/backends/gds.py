@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from fastensor.backends.base import Extent, Reader
-from fastensor.backends.buffers import BUFFER_NBYTES
+from fastensor.backends.buffers import BUFFER_NBYTES, TRANSFERS_IN_FLIGHT
 from fastensor.backends.copier import Window
 from fastensor.backends.gather import ALIGNMENT, DeviceStager, DeviceWindow, gathering_device
 from fastensor.backends.numpy import BufferedReader
 from fastensor.backends.pipeline import write_windows
-from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, RingReader
+from fastensor.backends.ring_reader import RingReader
 from fastensor.backends.staging import open_stager
 from fastensor.backends.threads import NoThreadsError, finish, submit, uninterrupted_call
 from fastensor.backends.to_device import DeviceTarget, read_through_host

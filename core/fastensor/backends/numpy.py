@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from isal import isal_zlib
@@ -16,7 +16,9 @@ from fastensor.backends.base import Extent, Reader
 from fastensor.backends.memory import copy_memory, populate
 from fastensor.backends.threads import run_each, usable_cores
 from fastensor.files import posix
-from fastensor.stitch.source import Source
+
+if TYPE_CHECKING:
+    from fastensor.stitch.source import Source
 
 _WINDOW_NBYTES = 1 << 20
 """Staged and written at a time: small enough to stay in the processor's cache from one to the other."""

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 
-from fastensor.backends.buffers import BUFFER_COUNT
-from fastensor.backends.ring_reader import TRANSFERS_IN_FLIGHT, transfer_nbytes
+from fastensor.backends.buffers import BUFFER_COUNT, TRANSFERS_IN_FLIGHT, transfer_nbytes
 from fastensor.backends.staging import Stager, W
 from fastensor.backends.threads import open_pool, shut_down, submit
 

@@ -18,14 +18,17 @@ import torch
 from isal import isal_zlib
 
 from fastensor.backends.base import Extent, Reader
-from fastensor.backends.buffers import BUFFER_COUNT, BUFFER_NBYTES, Buffer, transfer_buffers
+from fastensor.backends.buffers import (
+    BUFFER_COUNT,
+    TRANSFERS_IN_FLIGHT,
+    Buffer,
+    transfer_buffers,
+    transfer_nbytes,
+)
 from fastensor.backends.numpy import copy_with_checksum
 from fastensor.backends.threads import NoThreadsError, Pool, finish, open_pool, shut_down, submit, usable_cores
 from fastensor.backends.to_device import DeviceTarget, read_through_host
 
-TRANSFERS_IN_FLIGHT = 4
-_MIN_TRANSFER_NBYTES = 2 << 20
-_TRANSFERS_PER_FILE = 128
 _PARALLEL_COPY_NBYTES = 512 << 10
 """Copies from this size on are handed to another thread. For smaller ones that takes longer than it saves."""
 _GAP_NBYTES = 64 << 10
@@ -33,17 +36,6 @@ _GAP_NBYTES = 64 << 10
 
 ReadInto: TypeAlias = Callable[[memoryview, int], int]
 """``read(buffer, offset)`` fills the buffer. It returns the number of bytes read, fewer only at the end of the file."""
-
-
-def transfer_nbytes(total: int) -> int:
-    """The size of single transfers: large, but small enough that filling and draining the pipeline takes little time.
-
-    >>> transfer_nbytes(1 << 30) >> 20, transfer_nbytes(200 << 20) >> 20, transfer_nbytes(100) >> 20
-    (4, 2, 2)
-    """
-    share = -(-total // _TRANSFERS_PER_FILE)
-    rounded = -(-share // _MIN_TRANSFER_NBYTES) * _MIN_TRANSFER_NBYTES
-    return min(max(rounded, _MIN_TRANSFER_NBYTES), BUFFER_NBYTES)
 
 
 @dataclass(frozen=True, slots=True)

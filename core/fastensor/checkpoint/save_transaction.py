@@ -12,7 +12,6 @@ from typing import BinaryIO, NamedTuple, TypeAlias
 
 from fastensor.backends import registry, stream
 from fastensor.backends.fallback import Fallback, can_write, record_fallback
-from fastensor.backends.torch import file_for_torch
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.nested import is_nested
@@ -240,6 +239,8 @@ class SaveTransaction:
         """Write the contents. Returns the transfer, if a backend was chosen; the name of who has written, and why."""
         if isinstance(source, ByTorch):
             output.begin(0)
+            from fastensor.backends.torch import file_for_torch  # few files are written so
+
             with file_for_torch(output.write_at) as file:
                 source.write(file)
             return None, "torch", _ONLY_TORCH
