@@ -377,7 +377,7 @@ class StepHooks:
         known = self._known.get(key, [])
         known[:] = (one for one in known if one() is not None)
         for one in known:
-            if (handle := one()) is None or handle.owner() is not owner or not self._is_kept_for(tensor, handle.dtype):
+            if (handle := one()) is None or handle.owner() is not owner or not self._suffices_for(tensor, handle.dtype):
                 continue
             covers = handle.span.start <= span.start and span.stop <= handle.span.stop
             if covers and handle.saved is None:
@@ -387,8 +387,8 @@ class StepHooks:
                 return handle
         return None
 
-    def _is_kept_for(self, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-        """True if a range keeps what a tensor needs of it. Numbers of float32 that a codec rounds are no bits of
+    def _suffices_for(self, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+        """True if a range has what a tensor needs of it. Numbers of float32 that a codec rounds are no bits of
         another dtype any more."""
         return dtype == tensor.dtype or LOSSY.keys().isdisjoint(self._engine.config.codecs)
 
