@@ -300,8 +300,7 @@ def test_a_read_of_a_part_of_a_record_is_verified_whole(path: Path) -> None:
     """torch reads records whole; should it ever not, nothing unverified gets through."""
     from fastensor.checkpoint.archive import read_archive
     from fastensor.checkpoint.checked_file import CheckedFile
-    from fastensor.checkpoint.opened import opened
-    from fastensor.checkpoint.read_options import ReadOptions
+    from fastensor.checkpoint.opened import ReadOptions, opened
     from fastensor.checkpoint.reader import PartReader
 
     data = bytearray(path.read_bytes())

@@ -14,9 +14,8 @@ from typing import Any, BinaryIO
 from fastensor.backends import stream
 from fastensor.backends.base import Extent
 from fastensor.backends.fallback import Fallback
-from fastensor.checkpoint.location import can
-from fastensor.checkpoint.opened import LocalFile, OpenedFile
-from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
+from fastensor.checkpoint.location import NO_LOCAL_FILE, can
+from fastensor.checkpoint.opened import LocalFile, OpenedFile, OpenedReader, ReadOptions
 from fastensor.errors import CheckpointReadError, caught_as
 from fastensor.files import posix
 from fastensor.files.os_errors import read_errors

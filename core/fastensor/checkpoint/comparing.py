@@ -12,9 +12,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from fastensor.checkpoint.containers import Container, container_in, container_of
 from fastensor.checkpoint.folders import OTHER_KINDS, OtherKind
-from fastensor.checkpoint.opened import OpenedFile, read_exactly
+from fastensor.checkpoint.opened import OpenedFile, ReadOptions, read_exactly
 from fastensor.checkpoint.progress import Progress, tell_part
-from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import PartReader, extents_of
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.files.shown import record_repr, without_secrets

@@ -14,9 +14,8 @@ from fastensor.backends import registry
 from fastensor.backends.base import Extent
 from fastensor.checkpoint.catalog import Catalog, Located, TensorInfo, read_catalog
 from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.opened import LocalFile, OpenedFile, opened
+from fastensor.checkpoint.opened import LocalFile, OpenedFile, ReadOptions, opened
 from fastensor.checkpoint.placement import MapLocation, check_destination, check_map_location, filled, place
-from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import PartReader
 from fastensor.checkpoint.report import warn_unverified
 from fastensor.errors import UnknownKeyError, UnsupportedContentError

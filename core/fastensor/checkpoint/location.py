@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
+NO_LOCAL_FILE = "it is no file of this machine"
+"""The reason, for reports, for which no backend moves a file."""
 Location: TypeAlias = str | os.PathLike[str] | BinaryIO
 """A path, a URL that ``fsspec`` knows, or an open binary file."""
 

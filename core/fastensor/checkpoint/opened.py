@@ -8,18 +8,18 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from fastensor.backends import registry
-from fastensor.backends.base import Extent
+from fastensor.backends.base import Extent, Reader
 from fastensor.backends.fallback import Fallback, record_fallback
 from fastensor.backends.memory import map_file
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.ordering import wait_to_read
-from fastensor.checkpoint.read_options import OpenedReader, ReadOptions
 from fastensor.errors import (
     CheckpointReadError,
     CorruptCheckpointError,
@@ -29,13 +29,35 @@ from fastensor.errors import (
 from fastensor.files import posix
 from fastensor.files.os_errors import read_errors
 from fastensor.select.context import RESIDENT_FRACTION, Context
-from fastensor.select.transfer import Transfer
+from fastensor.select.transfer import BackendChoice, Transfer
 
 if TYPE_CHECKING:
     from fastensor.checkpoint.borrowed import BorrowedFile
 
 _NEARLY_ALL = 0.9
 """Reading this fraction of a file is learned as reading the whole file, so that it compares with writing the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """Options for reading a file."""
+
+    backend: BackendChoice = registry.AUTO
+    device: str = "cpu"
+    """Kind of the device that the bytes go to."""
+    learn: bool = False
+    """Let the selector learn from the time that reading takes: the whole file is read, once and without pauses."""
+
+
+class OpenedReader(NamedTuple):
+    """The backend reader that was opened for a file."""
+
+    backend: str
+    reason: str
+    """Reason for the choice of the backend."""
+    reader: Reader
+    transfer: Transfer | None = None
+    """Takes the time of reading for the selector; None if no backend was chosen."""
 
 
 class OpenedFile(Protocol):

@@ -17,8 +17,7 @@ from contextlib import nullcontext
 from typing import BinaryIO, TypeAlias
 
 from fastensor.checkpoint.freeing import Freeing, freeing_afterwards
-from fastensor.checkpoint.location import can
-from fastensor.checkpoint.read_options import NO_LOCAL_FILE
+from fastensor.checkpoint.location import NO_LOCAL_FILE, can
 from fastensor.errors import CheckpointWriteError, caught_as
 from fastensor.files import posix
 from fastensor.files.atomic import NewFile

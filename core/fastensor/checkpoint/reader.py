@@ -24,9 +24,8 @@ from fastensor.backends.base import BatchReader, Extent
 from fastensor.backends.fallback import Fallback
 from fastensor.backends.memory import fill, storage_on
 from fastensor.backends.window import SMALL_NBYTES, ReadWindow, joined
-from fastensor.checkpoint.opened import OpenedFile
+from fastensor.checkpoint.opened import OpenedFile, ReadOptions
 from fastensor.checkpoint.progress import Meter
-from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.request import LoadRequest
 from fastensor.errors import CheckpointReadError, FastensorError
 from fastensor.files.os_errors import read_errors

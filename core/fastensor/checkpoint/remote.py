@@ -20,10 +20,9 @@ from fastensor.backends.buffers import BUFFER_NBYTES, TRANSFERS_IN_FLIGHT
 from fastensor.backends.fallback import Fallback, announce, record_fallback
 from fastensor.backends.ring_reader import RingReader
 from fastensor.checkpoint.freeing import Freeing
-from fastensor.checkpoint.location import RemotePath, keep_in_children, locate
-from fastensor.checkpoint.opened import LocalFile, OpenedFile
+from fastensor.checkpoint.location import NO_LOCAL_FILE, RemotePath, keep_in_children, locate
+from fastensor.checkpoint.opened import LocalFile, OpenedFile, OpenedReader, ReadOptions
 from fastensor.checkpoint.outputs import Stream
-from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
 from fastensor.errors import BackendUnavailableError, FastensorError
 from fastensor.files.posix import TEMPORARY_SUFFIX
 

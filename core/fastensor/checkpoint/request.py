@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 
 from fastensor.backends.fallback import Fallback
+from fastensor.checkpoint.opened import ReadOptions
 from fastensor.checkpoint.placement import MapLocation, check_map_location, kind_is_known, kind_of_device
 from fastensor.checkpoint.progress import Meter
-from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.files.arguments import check_flags, check_optional_flags
 from fastensor.select.transfer import BackendChoice
 

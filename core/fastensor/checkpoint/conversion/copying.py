@@ -11,9 +11,8 @@ import torch
 from isal import isal_zlib
 
 from fastensor.checkpoint.catalog import Located
-from fastensor.checkpoint.opened import OpenedFile
+from fastensor.checkpoint.opened import OpenedFile, ReadOptions
 from fastensor.checkpoint.progress import Progress
-from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.checkpoint.reader import PartReader, extents_of
 from fastensor.errors import UnsupportedContentError
 from fastensor.select.transfer import BackendChoice

@@ -26,9 +26,8 @@ from fastensor.checkpoint.dcp.metadata import chunks_in, has_seal, read_metadata
 from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
 from fastensor.checkpoint.directories import BESIDE_SHARDS, metadata_names
 from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.opened import OpenedFile, opened
+from fastensor.checkpoint.opened import OpenedFile, ReadOptions, opened
 from fastensor.checkpoint.progress import Progress, tell_part
-from fastensor.checkpoint.read_options import ReadOptions
 from fastensor.errors import CheckpointReadError, CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.parts import Damage

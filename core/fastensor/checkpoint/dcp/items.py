@@ -18,8 +18,8 @@ from fastensor.backends.window import SMALL_NBYTES, ReadWindow, joined
 from fastensor.checkpoint.comparing import DamagedCheckpointError, VerifyReport, verify_opened
 from fastensor.checkpoint.containers import recognize, start_of
 from fastensor.checkpoint.load import load
-from fastensor.checkpoint.opened import FileView, OpenedFile
-from fastensor.checkpoint.read_options import NO_LOCAL_FILE, OpenedReader, ReadOptions
+from fastensor.checkpoint.location import NO_LOCAL_FILE
+from fastensor.checkpoint.opened import FileView, OpenedFile, OpenedReader, ReadOptions
 from fastensor.checkpoint.reader import MeasuredReader, Memory, new_array
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.stitch.image import CHECKSUM_NBYTES

@@ -22,8 +22,7 @@ from fastensor.checkpoint.dcp.catalog import Contents, check_single, describe, r
 from fastensor.checkpoint.dcp.items import Item, ItemReader, items_by_file
 from fastensor.checkpoint.load import load
 from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.opened import OpenedFile, opened
-from fastensor.checkpoint.read_options import ReadOptions
+from fastensor.checkpoint.opened import OpenedFile, ReadOptions, opened
 from fastensor.checkpoint.reader import new_array
 from fastensor.errors import (
     CheckpointReadError,
