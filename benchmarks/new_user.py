@@ -28,7 +28,7 @@ from contenders import CONTENDERS, MAPPED, OURS, OURS_SAFETENSORS, REFERENCE, SA
 from measuring import describe_machine, drop_caches
 
 import fastensor
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.files import posix
 

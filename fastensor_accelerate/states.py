@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate import Accelerator, DistributedType
 
 import fastensor
-from fastensor.backends.fallback import announce
+from fastensor.backends.registry import announce
 from fastensor.checkpoint import ordering
 from fastensor.checkpoint.agreement import Agreement
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve, staging_first, touch_staging

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 
 from fastensor.backends import registry
 from fastensor.backends.base import Backend
-from fastensor.backends.fallback import announce
+from fastensor.backends.registry import announce
 
 # Shells start background jobs with SIGINT ignored, and the tests' programs would inherit that. Tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,7 +9,7 @@ from fastensor.version import VERSION, check_torch
 check_torch()
 
 if TYPE_CHECKING:
-    from fastensor.backends.fallback import Fallback
+    from fastensor.backends.registry import Fallback
     from fastensor.checkpoint.asynchronous.handle import SaveHandle
     from fastensor.checkpoint.asynchronous.statistics import WriterStatistics
     from fastensor.checkpoint.asynchronous.writer import AsyncWriter
@@ -65,7 +65,7 @@ else:
         "fastensor.select": (),
         "fastensor.stitch": (),
         "fastensor.store": (),
-        "fastensor.backends.fallback": ("Fallback",),
+        "fastensor.backends.registry": ("Fallback",),
         "fastensor.checkpoint.asynchronous.handle": ("SaveHandle",),
         "fastensor.checkpoint.asynchronous.statistics": ("WriterStatistics",),
         "fastensor.checkpoint.asynchronous.writer": ("AsyncWriter",),

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 
 import fastensor
 import fastensor_accelerate
-from fastensor.backends.fallback import announce
+from fastensor.backends.registry import announce
 from fastensor.errors import CheckpointWriteError
 from fastensor.files import posix
 from fastensor_accelerate import FastensorConfig, transformers_trainer

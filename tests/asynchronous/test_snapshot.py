@@ -17,7 +17,7 @@ from states import assert_equal, trees
 import fastensor
 from fastensor import AsyncWriter
 from fastensor.backends.buffers import BUFFER_NBYTES
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 from fastensor.backends.snapshot import Snapshot
 from fastensor.checkpoint.asynchronous import work
 from fastensor.errors import LayoutError

@@ -18,7 +18,7 @@ from programs import Program
 
 import fastensor
 from fastensor.backends import staging
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 
 NOBODY = 65534
 OLD = {"w": torch.ones(10)}

@@ -17,7 +17,7 @@ from power_loss import look_at, power_failures, recorded, replay
 
 import fastensor
 from fastensor import FastensorError
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 
 WAYS = [*((backend, "x") for backend in available_names()), ("direct", "x.safetensors")]
 SAMPLE, LARGE_SAMPLE = 8, 600

@@ -25,8 +25,8 @@ from fastensor import Context, Selector, TensorStore
 from fastensor.backends import gds, registry
 from fastensor.backends.base import Backend
 from fastensor.backends.buffers import BUFFER_COUNT, BUFFER_NBYTES
-from fastensor.backends.fallback import available_names
 from fastensor.backends.gds import GdsBackend
+from fastensor.backends.registry import available_names
 from fastensor.cli import main
 from fastensor.errors import BackendUnavailableError
 from fastensor.files import posix

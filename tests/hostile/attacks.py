@@ -18,7 +18,7 @@ import torch
 
 import fastensor
 from fastensor import FastensorError, UnsupportedContentError, UnverifiedCheckpointWarning, checkpoint, stitch
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 from fastensor.checkpoint import containers
 from fastensor.stitch.signatures import SAFETENSORS_SUFFIX
 

@@ -27,7 +27,7 @@ from hostile.crafted import fields_of, flipped
 
 import fastensor
 from fastensor import CorruptCheckpointError, FastensorError
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 from fastensor.checkpoint.checked_file import CheckedFile
 from fastensor.files import posix
 

@@ -26,7 +26,7 @@ from hostile.isolated import Laboratory, Limits
 
 import fastensor
 from fastensor import CorruptCheckpointError
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 from fastensor.stitch.signatures import SAFETENSORS_SUFFIX
 
 

@@ -13,7 +13,7 @@ from device_model import ORDERS, modelled
 from devices import filled_at_once
 
 import fastensor
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 from fastensor.backends.streams import CudaStreams, wait_for
 from fastensor.provision.transfer import DeviceCopies
 

@@ -19,8 +19,8 @@ from programs import command_line
 
 from fastensor.backends import registry
 from fastensor.backends.base import Extent, Reader
-from fastensor.backends.fallback import available_names
 from fastensor.backends.numpy import BufferedReader, NumpyBackend
+from fastensor.backends.registry import available_names
 from fastensor.cli.checkup import folder as folders
 from fastensor.cli.checkup import probes, software
 from fastensor.cli.checkup.folder import DirectIO, Folder, PageCache, Space

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fastensor
 from fastensor import CorruptCheckpointError, StateMismatchError, UnverifiedCheckpointWarning
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 from fastensor.testing.faults import failing_call
 
 STATE = {

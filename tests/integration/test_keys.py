@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import fastensor
 from fastensor import UnknownKeyError, UnsafeCheckpointError, UnsupportedContentError
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 from fastensor.checkpoint import names
 from fastensor.files import posix
 

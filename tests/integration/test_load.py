@@ -17,7 +17,7 @@ from programs import run
 
 import fastensor
 from fastensor import CorruptCheckpointError, UnsafeCheckpointError, UnverifiedCheckpointWarning
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 
 STATE = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2, dtype=torch.bfloat16), "n": 3}
 

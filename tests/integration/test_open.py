@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 import fastensor
 from fastensor import CheckpointReadError, CorruptCheckpointError, UnknownKeyError, UnsupportedContentError
 from fastensor.backends import memory
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.files import posix
 

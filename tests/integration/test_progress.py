@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fastensor
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 
 STATE = {"large": torch.arange(12_000_000, dtype=torch.int32), **{f"s{n}": torch.ones(n) for n in range(40)}}
 

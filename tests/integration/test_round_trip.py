@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastensor
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 
 
 def through_torch(obj: object) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import fastensor
 from fastensor import CorruptCheckpointError, UnsupportedContentError, UnverifiedCheckpointWarning
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 from fastensor.errors import BackendUnavailableError
 from fastensor.stitch import safetensors as stitched
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastensor
 from fastensor import CorruptCheckpointError, UnsafeCheckpointError
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 from fastensor.checkpoint import storages
 from fastensor.checkpoint.containers import torch_file
 from fastensor.files import posix

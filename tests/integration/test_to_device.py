@@ -18,7 +18,7 @@ from fastensor import TensorStore
 from fastensor.backends import memory, registry
 from fastensor.backends.base import Extent
 from fastensor.backends.buffers import BUFFER_NBYTES
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 from fastensor.backends.streams import Copies
 from fastensor.backends.to_device import DeviceTarget, read_through_host
 from fastensor.checkpoint import placement

@@ -26,7 +26,7 @@ from programs import command_line, run
 
 import fastensor
 from fastensor import CorruptCheckpointError, DamagedCheckpointError, UnsupportedContentError
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 from fastensor.cli import main
 
 WEIGHTS = {"w": torch.arange(600.0).reshape(20, 30), "b": torch.ones(7, dtype=torch.bfloat16), "s": torch.tensor(3)}

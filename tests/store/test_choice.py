@@ -15,8 +15,8 @@ import torch
 import fastensor
 from fastensor import Change, Context, Dictionary, Selector, TensorRef, TensorStore
 from fastensor.backends import registry
-from fastensor.backends.fallback import available_names
 from fastensor.backends.numpy import NumpyBackend
+from fastensor.backends.registry import available_names
 from fastensor.errors import BackendUnavailableError
 from fastensor.files import posix
 from fastensor.store.tools import Tools

@@ -11,7 +11,7 @@ import torch
 from programs import Program
 
 from fastensor import TensorRef, TensorStore
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 
 SIZES = (0, 7, 5000, 1 << 20, (3 << 20) + 1)
 

@@ -19,7 +19,7 @@ from programs import Program
 
 import fastensor
 from fastensor import FastensorError, TensorRef, TensorStore
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 from fastensor.files.atomic import NewFile, _remove_old_leftovers
 from fastensor.files.posix import TEMPORARY_SUFFIX
 from fastensor.stitch import npy

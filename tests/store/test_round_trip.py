@@ -21,7 +21,7 @@ from torch import Tensor
 import fastensor
 from fastensor import TensorRef, TensorStore
 from fastensor.backends import registry
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 from fastensor.stitch.shape import is_dense
 
 TOOLS = [registry.AUTO, *available_names()]

@@ -20,8 +20,8 @@ from fastensor.backends import buffers, copier, direct, gds, registry, ring_read
 from fastensor.backends.base import Backend, Extent
 from fastensor.backends.buffers import BUFFER_COUNT, BUFFER_NBYTES
 from fastensor.backends.direct import DirectBackend
-from fastensor.backends.fallback import available_names
 from fastensor.backends.numpy import BufferedReader
+from fastensor.backends.registry import available_names
 from fastensor.backends.staging import open_stager
 from fastensor.errors import BackendUnavailableError, UnknownBackendError
 from fastensor.files import posix

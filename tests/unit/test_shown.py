@@ -16,7 +16,7 @@ import torch
 from public import GIVEN, public_names
 
 import fastensor
-from fastensor.backends.fallback import Fallback
+from fastensor.backends.registry import Fallback
 from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
 from fastensor.checkpoint.report import LoadReport, SaveReport
 from fastensor.data import LmdbDataset, LmdbLoader, ReadAheadSampler

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from fastensor.backends import stream
 from fastensor.backends.base import Extent
-from fastensor.backends.fallback import Fallback
+from fastensor.backends.registry import Fallback
 from fastensor.checkpoint.location import NO_LOCAL_FILE, can
 from fastensor.checkpoint.opened import LocalFile, OpenedFile, OpenedReader, ReadOptions
 from fastensor.errors import CheckpointReadError, caught_as

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from fastensor.backends.fallback import Fallback, announce
+from fastensor.backends.registry import Fallback, announce
 from fastensor.backends.torch import file_for_torch
 from fastensor.checkpoint.catalog import Catalog, read_catalog
 from fastensor.checkpoint.containers import container_in, container_of

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fastensor.backends import registry
-from fastensor.backends.fallback import announce
+from fastensor.backends.registry import announce
 from fastensor.checkpoint.catalog import (
     Catalog,
     Located,

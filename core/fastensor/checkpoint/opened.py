@@ -16,8 +16,8 @@ import torch
 
 from fastensor.backends import registry
 from fastensor.backends.base import Extent, Reader
-from fastensor.backends.fallback import Fallback, record_fallback
 from fastensor.backends.memory import map_file
+from fastensor.backends.registry import Fallback, record_fallback
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.ordering import wait_to_read
 from fastensor.errors import (

@@ -21,8 +21,8 @@ import torch
 from isal import isal_zlib
 
 from fastensor.backends.base import BatchReader, Extent
-from fastensor.backends.fallback import Fallback
 from fastensor.backends.memory import fill, storage_on
+from fastensor.backends.registry import Fallback
 from fastensor.backends.window import SMALL_NBYTES, ReadWindow, joined
 from fastensor.checkpoint.opened import OpenedFile, ReadOptions
 from fastensor.checkpoint.progress import Meter

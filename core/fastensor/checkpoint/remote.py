@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from fastensor.backends import stream
 from fastensor.backends.base import Extent
 from fastensor.backends.buffers import BUFFER_NBYTES, TRANSFERS_IN_FLIGHT
-from fastensor.backends.fallback import Fallback, announce, record_fallback
+from fastensor.backends.registry import Fallback, announce, record_fallback
 from fastensor.backends.ring_reader import RingReader
 from fastensor.checkpoint.freeing import Freeing
 from fastensor.checkpoint.location import NO_LOCAL_FILE, RemotePath, keep_in_children, locate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fastensor.backends.fallback import Fallback
+from fastensor.backends.registry import Fallback
 from fastensor.checkpoint.freeing import Freeing
 from fastensor.errors import UnverifiedCheckpointWarning
 from fastensor.files.shown import record_repr, without_secrets

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from fastensor.backends.fallback import Fallback
+from fastensor.backends.registry import Fallback
 from fastensor.checkpoint.opened import ReadOptions
 from fastensor.checkpoint.placement import MapLocation, check_map_location, kind_is_known, kind_of_device
 from fastensor.checkpoint.progress import Meter

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, get_args
 import torch
 
 from fastensor.backends import registry
-from fastensor.backends.fallback import Fallback, record_fallback
+from fastensor.backends.registry import Fallback, record_fallback
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.progress import Progress, reporting
 from fastensor.checkpoint.report import SaveReport

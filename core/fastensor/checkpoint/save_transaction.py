@@ -11,7 +11,7 @@ from functools import partial
 from typing import BinaryIO, NamedTuple, TypeAlias
 
 from fastensor.backends import registry, stream
-from fastensor.backends.fallback import Fallback, can_write, record_fallback
+from fastensor.backends.registry import Fallback, can_write, record_fallback
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.nested import is_nested

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
-from fastensor.backends.fallback import available_names
+from fastensor.backends.registry import available_names
 from fastensor.cli.checkup.folder import examine
 from fastensor.cli.checkup.measurement import (
     Rounds,

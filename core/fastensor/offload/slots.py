@@ -18,7 +18,7 @@ import torch
 
 from fastensor.backends import registry
 from fastensor.backends.base import DeviceSlots, Extent, SlotBackend, Slots
-from fastensor.backends.fallback import announce, why_unavailable
+from fastensor.backends.registry import announce, why_unavailable
 from fastensor.errors import BackendUnavailableError, OffloadError
 from fastensor.files import posix
 from fastensor.files.launchers import local_processes

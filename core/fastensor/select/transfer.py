@@ -11,7 +11,7 @@ import torch
 
 from fastensor.backends import registry
 from fastensor.backends.base import Backend
-from fastensor.backends.fallback import why_unavailable
+from fastensor.backends.registry import why_unavailable
 from fastensor.errors import BackendUnavailableError, FastensorError
 from fastensor.select.choice import Choice, Mode
 from fastensor.select.context import Context, by_rule

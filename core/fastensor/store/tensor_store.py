@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastensor.backends import registry, stream
 from fastensor.backends.base import Backend
-from fastensor.backends.fallback import can_write
+from fastensor.backends.registry import can_write
 from fastensor.errors import (
     BackendUnavailableError,
     CheckpointReadError,

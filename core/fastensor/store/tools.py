@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from fastensor.backends import registry
 from fastensor.backends.base import Backend
-from fastensor.backends.fallback import announce, available_names
+from fastensor.backends.registry import announce, available_names
 from fastensor.files.forks import lock_of
 from fastensor.files.words import counted, human_size
 from fastensor.select.choice import Mode, SelectorStatistics

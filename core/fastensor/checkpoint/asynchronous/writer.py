@@ -18,7 +18,7 @@ from typing import Any, Self, Unpack, cast
 
 from fastensor.backends import stream
 from fastensor.backends.buffers import BufferPool
-from fastensor.backends.fallback import announce
+from fastensor.backends.registry import announce
 from fastensor.backends.snapshot import Snapshot
 from fastensor.checkpoint import files, ordering
 from fastensor.checkpoint.asynchronous import exits

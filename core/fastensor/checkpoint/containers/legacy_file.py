@@ -3,7 +3,7 @@ archives, carry no checksums, and say nothing about themselves without being run
 
 from __future__ import annotations
 
-from fastensor.backends.fallback import record_fallback
+from fastensor.backends.registry import record_fallback
 from fastensor.checkpoint.catalog import Catalog
 from fastensor.checkpoint.containers import ToCompare, start_of
 from fastensor.checkpoint.containers.torch_file import chosen_of, load_with_torch

@@ -12,8 +12,8 @@ from typing import IO, Any, cast
 
 import torch
 
-from fastensor.backends.fallback import announce, record_fallback
 from fastensor.backends.memory import is_filled_at_once, storage_on
+from fastensor.backends.registry import announce, record_fallback
 from fastensor.checkpoint.archive import (
     foreign_code,
     read_archive,

@@ -12,9 +12,9 @@ from functools import partial
 
 from fastensor.backends import registry
 from fastensor.backends.base import Backend, DeviceSlots, SlotBackend
-from fastensor.backends.fallback import Fallback, record_fallback
 from fastensor.backends.gather import DeviceStager, gathering_device
 from fastensor.backends.pipeline import write_windows
+from fastensor.backends.registry import Fallback, record_fallback
 from fastensor.backends.staging import open_stager
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError
 from fastensor.files import posix

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from isal import isal_zlib
 
-from fastensor.backends.fallback import Fallback, record_fallback
+from fastensor.backends.registry import Fallback, record_fallback
 from fastensor.checkpoint.cooperative.extent import SharedFile, opened, share, write_extent
 from fastensor.checkpoint.cooperative.options import DEFAULT_TIMEOUT_SECONDS, ReplicaCheck, check_cooperation
 from fastensor.checkpoint.cooperative.ranks import Ranks

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from fastensor.backends import registry, stream
 from fastensor.backends.base import Extent
-from fastensor.backends.fallback import Fallback
+from fastensor.backends.registry import Fallback
 from fastensor.backends.window import SMALL_NBYTES, ReadWindow, joined
 from fastensor.checkpoint.comparing import DamagedCheckpointError, VerifyReport, verify_opened
 from fastensor.checkpoint.containers import recognize, start_of

@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fastensor.backends import registry, stream
-from fastensor.backends.fallback import announce
+from fastensor.backends.registry import announce
 from fastensor.backends.threads import run_each
 from fastensor.checkpoint.dcp.metadata import file_names, sealed
 from fastensor.checkpoint.dcp.staging import OtherStructureError, staged_again

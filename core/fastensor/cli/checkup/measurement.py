@@ -12,7 +12,7 @@ from statistics import median
 import torch
 
 from fastensor.backends import registry
-from fastensor.backends.fallback import why_unavailable
+from fastensor.backends.registry import why_unavailable
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.load import load_with_report
 from fastensor.checkpoint.progress import Progress
