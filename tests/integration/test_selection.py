@@ -332,6 +332,29 @@ def test_a_backend_that_raises_loses_no_checkpoint(
             assert writer.save(STATE, tmp_path / "x").result().backend != "broken" or not writes
 
 
+def test_only_who_is_chosen_is_asked_and_left_out_without_a_word(
+    selector: Selector, tmp_path: Path, register: Any
+) -> None:
+    asked = []
+
+    class Unavailable(NumpyBackend):
+        name = "unavailable"
+
+        def why_unavailable(self) -> str:
+            asked.append(self.name)
+            return "not today"
+
+    register(Unavailable())
+    assert {fastensor.save(STATE, tmp_path / "x").backend for _ in range(3)} == {"numpy"}
+    assert not asked
+    selector.paper = True  # so that all are tried
+    reports = [fastensor.save(STATE, tmp_path / "x") for _ in range(4)]
+    assert asked
+    assert {report.backend for report in reports} == {"numpy", "direct"}
+    assert not any(report.fallbacks for report in reports)
+    assert selector.statistics().failed == 0
+
+
 def test_a_backend_that_raises_while_it_reads_is_used_once(
     selector: Selector, tmp_path: Path, register: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
