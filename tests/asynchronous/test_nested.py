@@ -13,6 +13,7 @@ import torch
 from programs import run
 
 import fastensor
+from fastensor.backends.snapshot import Snapshot
 from fastensor.files import posix
 
 PROGRAM = Path(__file__).with_name("interrupted.py")
@@ -118,6 +119,24 @@ def test_a_nested_save_that_fails_replaces_nothing(
     assert fastensor.save(STATE, tmp_path / "x").durable
     assert len(failures) == 1
     assert torch.equal(fastensor.load(tmp_path / "x")["w"], STATE["w"])
+
+
+def test_an_asynchronous_save_to_the_same_path_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handler interrupts the copying of the state."""
+    stage = Snapshot.stage
+
+    def interrupted(snapshot: Snapshot) -> None:
+        assert fastensor.save({"of": "handler"}, tmp_path / "x").durable
+        stage(snapshot)
+
+    monkeypatch.setattr(Snapshot, "stage", interrupted)
+    with fastensor.AsyncWriter() as writer:
+        handle = writer.save(STATE, tmp_path / "x")
+        with pytest.raises(fastensor.SaveDroppedError, match="a callback has saved to the same path"):
+            handle.result()
+        assert handle.stage == "replaced"
+    assert fastensor.load(tmp_path / "x") == {"of": "handler"}
+    assert os.listdir(tmp_path) == ["x"]
 
 
 def test_a_writer_that_a_callback_closes_is_waited_for(tmp_path: Path, gate: Any) -> None:
