@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import io
 import os
 import pathlib
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -24,9 +26,12 @@ from hypothesis import strategies as st
 
 import fastensor
 from fastensor import CheckpointReadError, CheckpointWriteError, CorruptCheckpointError, UnknownFilesystemError
+from fastensor.checkpoint import outputs, remote, save_transaction
+from fastensor.files import os_errors
 from fastensor_lightning import FastensorCheckpointIO
 
 STATE = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2, dtype=torch.bfloat16), "n": {"epoch": 3}}
+OF_UPLOADS = {module.__file__ for module in (contextlib, os_errors, outputs, remote, save_transaction)}
 TENSORS = {"w": STATE["w"], "b": STATE["b"], "large": torch.randint(0, 255, (13 << 20,), dtype=torch.uint8)}
 
 
@@ -366,6 +371,40 @@ def test_an_interrupt_while_an_upload_is_opened(s3_url: str, monkeypatch: pytest
             fastensor.save(STATE, f"{s3_url}/x.ckpt")
         gc.collect()
     states.assert_equal(fastensor.load(f"{s3_url}/x.ckpt"), STATE)
+
+
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.torture)], ids=["some lines", "every line"])
+def test_an_interrupt_at_any_line_of_an_upload(s3_url: str, step: int) -> None:
+    """It leaves the old object or the new one, whole, although the store shows what the garbage collector closes."""
+    old, new = {"w": 0}, {"w": 1}
+    for number in range(1, 1000, step):
+        fastensor.save(old, f"{s3_url}/x.ckpt")
+        left = [number]
+
+        def trace(frame: Any, event: str, argument: Any, left: list[int] = left, number: int = number) -> Any:
+            if frame.f_code.co_filename not in OF_UPLOADS:
+                return None
+            has_begun = left[0] < number or frame.f_code.co_filename == remote.__file__
+            if event == "line" and has_begun:
+                left[0] -= 1
+                if not left[0]:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            fastensor.save(new, f"{s3_url}/x.ckpt")
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        gc.collect(1)
+        assert fastensor.load(f"{s3_url}/x.ckpt") in (old, new)
+        if left[0]:
+            break
+    assert number > 20
+    assert fastensor.load(f"{s3_url}/x.ckpt") == new
 
 
 def test_uploads_are_forgotten(s3_url: str) -> None:

@@ -40,9 +40,6 @@ class Upload(Stream):
 
     Object stores show nothing of an upload before it is complete. On other filesystems a temporary file beside the
     target is written, and then renamed, or copied where the filesystem has no rename.
-
-    Raises:
-        OSError: the filesystem refused an operation.
     """
 
     atomic = True
@@ -55,12 +52,11 @@ class Upload(Stream):
         self._renames = True
         self._replaced = False
         self._file: Any = None
-        try:
-            with refusals_as_os_errors():
-                self._open()
-        except BaseException:
-            self.close()
-            raise
+
+    def begin(self, nbytes: int) -> None:
+        """Open the file. An interrupt must not part it from who closes it: the garbage collector would publish it."""
+        with refusals_as_os_errors():
+            self._open()
 
     def _open(self) -> None:
         if not self._target.strip("/") or self._target.endswith("/"):

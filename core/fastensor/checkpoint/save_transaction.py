@@ -22,7 +22,7 @@ from fastensor.checkpoint.target import Target, open_output, resolve_target
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError
 from fastensor.files import posix
 from fastensor.files.atomic import NewFile
-from fastensor.files.os_errors import kept_at, write_errors
+from fastensor.files.os_errors import write_errors
 from fastensor.select.context import Context
 from fastensor.select.transfer import BackendChoice, Transfer, check_choice
 from fastensor.stitch.source import Plan, Source
@@ -219,8 +219,7 @@ class SaveTransaction:
             return OpenFile(self.target, self.where)
         from fastensor.checkpoint.remote import Upload  # which saves on this machine do not need
 
-        with write_errors(self.where, _FAILED, kept_at(self.where)):
-            return Upload(self.target)
+        return Upload(self.target)
 
     @contextmanager
     def _at(self, stage: str) -> Iterator[None]:

@@ -193,6 +193,7 @@ class RemoteDirectory:
     def replace(self, name: str, data: bytes, *, durable: bool) -> None:
         path = self.name_of(name)
         with write_errors(path, "the save failed", kept_at(path)), closing(self.create(name)) as file:
+            file.begin(len(data))
             file.write(memoryview(data))
             file.replace(durable=False)
 

@@ -390,6 +390,7 @@ class FastensorStorageWriter(FileSystemWriter):
     def _write_transformed(self, planner: SavePlanner, name: str, items: Sequence[WriteItem]) -> list[WriteResult]:
         """Write a file whose items pass through extensions, by torch's own function, one item at a time."""
         with self._created(name) as output:
+            output.begin(0)
             return self._transform_all(planner, name, items, output)
 
     def _transform_all(
