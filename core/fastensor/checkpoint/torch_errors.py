@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import pickletools
 import re
 import sys
 import traceback
@@ -17,7 +16,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import SafetensorError
 
 from fastensor.checkpoint.archive import read_archive, read_catalog
 from fastensor.checkpoint.opened import FileView, OpenedFile, read_exactly
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
 
 _GLOBAL_REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global|whose module (\S+) is blocked")
 _OPERAND = re.compile(r"Unsupported operand (\d+)")
-_OPCODES = frozenset(ord(one.code) for one in pickletools.opcodes)
 _READER = "PytorchStreamReader"
 _NOT_THE_USERS = frozenset(("torch", "fastensor", "numpy", "sympy"))
 """Packages, beside Python's own, whose code every load runs."""
@@ -117,8 +114,10 @@ def _translate(
 def _is_refused_opcode(error: Exception) -> bool:
     """True if torch's restricted unpickler has met an opcode of pickles that it does not know. Pickles of Python 2 and
     of other protocols have some."""
+    import pickletools  # takes milliseconds, and only failures need it
+
     found = _OPERAND.search(str(error))
-    return found is not None and int(found[1]) in _OPCODES
+    return found is not None and int(found[1]) in {ord(one.code) for one in pickletools.opcodes}
 
 
 def _ends_in_a_name(error: Exception, file: OpenedFile) -> bool:
@@ -285,6 +284,8 @@ def refusal_by_torch(file: OpenedFile, request: LoadRequest) -> type[Exception]:
     It gets the first bytes only, because a pickle that is nothing but marks, say, takes 80 times its size.
     """
     if is_safetensors_name(file.where):
+        from safetensors import SafetensorError  # takes milliseconds, and only failures need it
+
         return SafetensorError
     if request.mmap:
         return RuntimeError
