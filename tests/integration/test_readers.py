@@ -438,7 +438,6 @@ def test_peft_reads_adapters(tmp_path: Path, writer: str) -> None:
 
 LAYS_OUT = {
     "checkpoint/save.py": "save",
-    "checkpoint/convert.py": "convert",
     "checkpoint/dcp/writer.py": "FastensorStorageWriter",
     "testing/backends.py": "",
 }

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import mmap
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -22,13 +20,12 @@ from fastensor.checkpoint.conversion.sources import ConversionSource, open_sourc
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.progress import Progress, reporting
 from fastensor.checkpoint.report import SaveReport, warn_unverified
-from fastensor.checkpoint.save import DEFAULT_PROTOCOL, SavedContainer
+from fastensor.checkpoint.save import SavedContainer, SaveSettings
 from fastensor.checkpoint.save_transaction import SaveTransaction
 from fastensor.checkpoint.sharded import SHARD_NBYTES, write_sharded
 from fastensor.errors import UnsupportedContentError
 from fastensor.files.arguments import as_nbytes, checks_keywords
 from fastensor.select.transfer import BackendChoice
-from fastensor.stitch import safetensors, torch_zip
 from fastensor.stitch.shape import row_major
 from fastensor.stitch.source import FileBytes, Plan
 
@@ -205,18 +202,19 @@ class _Conversion:
         return transaction.run(lambda fallbacks: self._plan(names, kind, before))
 
     def _plan(self, names: Sequence[str], kind: SavedContainer, before: int) -> Plan:
-        """The layout of a file, whose bytes come from those of the source."""
+        """The layout of a file, whose bytes come from those of the source. Stand-ins take the places of tensors while
+        it is planned: their memory is never touched, only their sizes count."""
         settings, source = self._settings, self._source
         stand_ins = {name: self._stand_in(source.tensors[name]) for name in names}
-        state = source.build(stand_ins)
-        planned, owners = _plan_stand_ins(state, stand_ins, kind, self._texts, settings.checksums)
+        planned = SaveSettings(self._texts, settings.checksums).plan(source.build(stand_ins), kind)
+        names_of = {_identity(one.untyped_storage()): name for name, one in stand_ins.items()}
+        owners = [names_of.get(_identity(storage)) for storage in planned.storages]
         order = [name for name in owners if name is not None]
         found = source.read(order, lambda done, of_file: self._progress(before + done, self._total))
         wanted = {name: self._cast(name, one) for name, one in zip(order, found, strict=True)}
-        storages = (
-            storage if name is None else wanted[name] for name, storage in zip(owners, planned.storages, strict=True)
+        return planned.with_storages(
+            [storage if name is None else wanted[name] for name, storage in zip(owners, planned.storages, strict=True)]
         )
-        return replace(planned, storages=tuple(storages))
 
     def _stand_in(self, info: TensorInfo) -> torch.Tensor:
         return _untouched(self._settings.cast(info.dtype), info.shape)
@@ -230,34 +228,6 @@ class _Conversion:
 
 _MAP_NORESERVE = 0x4000
 """A flag of Linux that Python has no name for."""
-
-
-def _plan_stand_ins(
-    state: Any,
-    stand_ins: Mapping[str, torch.Tensor],
-    kind: SavedContainer,
-    texts: Mapping[str, str] | None,
-    checksums: bool,
-) -> tuple[Plan, list[str | None]]:
-    """Lay out a file in which some tensors are stand-ins, whose memory is never touched: only their sizes count.
-
-    Args:
-        state: what is saved; a dict of tensors for safetensors.
-        stand_ins: the stand-ins in it, by names.
-        kind: the container.
-        texts: for the metadata of safetensors.
-        checksums: as for :func:`fastensor.save`.
-
-    Returns:
-        The plan; and for each of its storages the name of the stand-in whose it is, or None.
-    """
-    if kind == "safetensors":
-        planned: Plan = safetensors.plan(state, metadata=texts, checksums=checksums)
-    else:
-        whole = torch_zip.plan(state, pickle_module=pickle, pickle_protocol=DEFAULT_PROTOCOL)
-        planned = Plan(whole.image, whole.storages)  # torch could only write the memory of the stand-ins
-    names = {stand_in.untyped_storage()._cdata: name for name, stand_in in stand_ins.items()}
-    return planned, [names.get(_identity(storage)) for storage in planned.storages]
 
 
 def _identity(storage: Any) -> int:

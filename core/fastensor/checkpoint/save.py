@@ -192,12 +192,7 @@ class SaveSettings:
             ValueError: arguments contradict each other.
         """
         kind = choose_container(self.container, name_of(path), self.metadata, self.checksums)
-        return self._safetensors_planner(obj) if kind == "safetensors" else self._torch_planner(obj)
-
-    def _safetensors_planner(self, obj: object) -> Planner:
-        from fastensor.stitch import safetensors  # a container is imported when a file is to be of it
-
-        return lambda fallbacks: safetensors.plan(obj, metadata=self.metadata, checksums=self.checksums)
+        return self._torch_planner(obj) if kind == "torch" else lambda fallbacks: self.plan(obj, kind)
 
     def _torch_planner(self, obj: object) -> Planner:
         from fastensor.stitch import torch_zip
@@ -206,13 +201,28 @@ class SaveSettings:
             try:
                 if replaced := torch_zip.replaced_save():  # a wrapper or mock, which is to be called
                     raise LayoutError(f"torch.save is {replaced}, which is called once, and writes the file")
-                return torch_zip.plan(obj, pickle_module=self.pickle_module, pickle_protocol=self.pickle_protocol)
+                return self.plan(obj, "torch")
             except LayoutError as error:
                 record_fallback(fallbacks, "stitching", str(error))
                 pickling = {"pickle_module": self.pickle_module, "pickle_protocol": self.pickle_protocol}
                 return ByTorch(lambda file: torch.save(obj, file, **pickling))
 
         return plan
+
+    def plan(self, obj: object, kind: SavedContainer) -> Plan:
+        """The layout of the file of an object. The module of its container is imported now.
+
+        Raises:
+            LayoutError: torch writes files otherwise than is known here.
+            Exception: as :func:`save`, for the object.
+        """
+        if kind == "torch":
+            from fastensor.stitch import torch_zip
+
+            return torch_zip.plan(obj, pickle_module=self.pickle_module, pickle_protocol=self.pickle_protocol)
+        from fastensor.stitch import safetensors
+
+        return safetensors.plan(obj, metadata=self.metadata, checksums=self.checksums)
 
 
 def choose_container(

@@ -102,6 +102,10 @@ class Plan:
         """The same plan without the borrowed memory."""
         return replace(self, storages=())
 
+    def with_storages(self, storages: Sequence[torch.UntypedStorage | FileBytes]) -> Plan:
+        """The same plan with other memory, or files, in place of what it borrows."""
+        return replace(self, storages=tuple(storages))
+
 
 def check_size(storage: torch.UntypedStorage, payload: Payload) -> None:
     """Compare the size of a storage with the one for which the file was planned.

@@ -32,7 +32,7 @@ from fastensor.errors import CorruptCheckpointError, LayoutError
 from fastensor.files.forks import lock_of
 from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Image, Payload
 from fastensor.stitch.plain_tensors import StorageIds, reduce_plain, torch_is_known, typed_storage
-from fastensor.stitch.source import NO_VALUES, Plan, check_size, skips_values, values_kept
+from fastensor.stitch.source import NO_VALUES, FileBytes, Plan, check_size, skips_values, values_kept
 from fastensor.stitch.torch_layout import ARCHIVE, SmallRecord, lay_out, storage_name, without_headers
 from fastensor.stitch.zip_directory import LOCAL_HEADER, parse_directory
 
@@ -80,6 +80,9 @@ class TorchZip(Plan):
 
     def released(self) -> Plan:
         return Plan(without_headers(self.image), ())
+
+    def with_storages(self, storages: Sequence[torch.UntypedStorage | FileBytes]) -> Plan:
+        return Plan(self.image, tuple(storages))  # torch could only write the memory that it has pickled
 
     def write_with_torch(self, file: BinaryIO) -> None:
         """Let ``torch.save`` write the same file, moving the storages itself.
