@@ -338,6 +338,19 @@ def test_a_model_is_verified_as_a_whole(tmp_path: Path) -> None:
     assert fastensor.verify(tmp_path / "one").path == str(tmp_path / "one" / "model.safetensors")
 
 
+def test_a_dtype_that_torch_lacks_is_verified(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (path,) = tmp_path.glob("model-00002-of-00003.safetensors")
+    names = [one.name for one in fastensor.inspect(path).tensors]
+    entries = {
+        name: {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [3 * at, 3 * at + 3]} for at, name in enumerate(names)
+    }
+    head = json.dumps(entries).encode()
+    path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(3 * len(names)))
+    report = fastensor.verify(tmp_path)
+    assert (report.damage, report.not_compared) == ((), (path.name, INDEX))
+
+
 def test_all_damage_of_a_model_is_listed(tmp_path: Path) -> None:
     save(tmp_path, 1)
     for number in (1, 3):

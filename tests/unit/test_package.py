@@ -98,6 +98,15 @@ def test_a_first_call_imports_what_it_uses(call: str, tmp_path: Path, monkeypatc
     assert not {"fastensor.backends.gds", "fastensor.select.share", "fastensor.checkpoint.verify"} & set(imported)
 
 
+def test_loads_import_the_containers_that_they_meet(tmp_path: Path) -> None:
+    fastensor.save({"w": torch.ones(3)}, tmp_path / "x.ckpt")
+    code = (
+        f"import sys, fastensor; fastensor.load({str(tmp_path / 'x.ckpt')!r})\n"
+        "print([name for name in sys.modules if 'safetensors' in name or name.endswith(('.catalog', '.torch_pickle'))])"
+    )
+    assert run("-c", code, cold=True).stdout.splitlines() == ["[]"]
+
+
 def test_names_are_imported_when_they_are_used() -> None:
     assert set(fastensor.__all__) <= set(dir(fastensor))
     assert fastensor.errors.FastensorError is fastensor.FastensorError
