@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import re
 import sys
 import traceback
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _GLOBAL_REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global|whose module (\S+) is blocked")
 _OPERAND = re.compile(r"Unsupported operand (\d+)")
+_OPCODES = frozenset(ord(one.code) for one in pickletools.opcodes)
 _READER = "PytorchStreamReader"
 _NOT_THE_USERS = frozenset(("torch", "fastensor", "numpy", "sympy"))
 """Packages, beside Python's own, whose code every load runs."""
@@ -114,10 +116,8 @@ def _translate(
 def _is_refused_opcode(error: Exception) -> bool:
     """True if torch's restricted unpickler has met an opcode of pickles that it does not know. Pickles of Python 2 and
     of other protocols have some."""
-    import pickletools  # takes milliseconds, and only failures need it
-
     found = _OPERAND.search(str(error))
-    return found is not None and int(found[1]) in {ord(one.code) for one in pickletools.opcodes}
+    return found is not None and int(found[1]) in _OPCODES
 
 
 def _ends_in_a_name(error: Exception, file: OpenedFile) -> bool:
