@@ -71,7 +71,7 @@ class StateDirectory:
 
     @property
     def is_intact(self) -> bool:
-        """Whether nobody has removed the staging directory that was made here."""
+        """True unless somebody has removed the staging directory that was made here."""
         return self._new.is_intact
 
     def prepare(self, *, durable: bool) -> None:

@@ -1,4 +1,4 @@
-"""Where the bytes of a save go: a new file that replaces the target, or a stream that is written from front to back.
+"""Outputs of a save: a new file that replaces the target, or a stream that is written from front to back.
 
 Every output is used in one order: :meth:`~Stream.begin`, :meth:`~Stream.write_at`, :meth:`~Stream.end`,
 :meth:`~Stream.replace`; and :meth:`~Stream.close`, whatever happens. One thread uses it at a time. What the operating
@@ -78,7 +78,7 @@ class Stream(ABC):
     def __init__(self, path: str) -> None:
         self.path = path
         self._nbytes = 0
-        """How many bytes were written."""
+        """Bytes that were written."""
 
     def begin(self, nbytes: int) -> None:  # noqa: B027  # most outputs need no preparation
         """Prepare for ``nbytes`` bytes; 0 if it is not known how many. Drop the old contents."""
@@ -111,7 +111,7 @@ class Stream(ABC):
         return Freeing()
 
     def left(self) -> str:
-        """What is at the target after a failure, in words."""
+        """Words for what is at the target after a failure."""
         return kept_at(self.path)
 
     def close(self) -> None:  # noqa: B027  # what the caller has opened, the caller closes

@@ -50,7 +50,7 @@ def find_weights(folder: Path) -> Path | None:
 
 
 def what_is(directory: str) -> str:
-    """What a directory is, for who has wanted a file."""
+    """Words for a directory in the place of a file."""
     if metadata_names(directory):
         return (
             "the directory of a distributed checkpoint; load it by torch.distributed.checkpoint with "

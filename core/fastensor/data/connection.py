@@ -70,7 +70,7 @@ class Connection:
         self._head = bytearray(_HEAD.size)
         self._pickled_nbytes = 0
         self._into: memoryview | None = None
-        """What follows the head of the message that is arriving; None while the head is."""
+        """Body of the message that is arriving; None while its head is."""
         self._filled = 0
         """Bytes of that, or of the head, that have arrived."""
         self._fd: int | None = None

@@ -17,7 +17,7 @@ from fastensor.data.connection import Connection, ConnectionLost, Message
 from fastensor.files import launchers
 
 ANSWER_SECONDS = 60
-"""For how long a service may take to start, and to answer: it may have to import torch."""
+"""Seconds that a service may take to start, and to answer: it may have to import torch."""
 _RETRY_SECONDS = 0.01
 _START = """
 import importlib, json, os, sys

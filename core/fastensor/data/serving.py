@@ -17,9 +17,9 @@ from typing import Generic, TypeVar
 from fastensor.data.connection import NO_ROOM, Connection, ConnectionLost, Message
 
 _FIRST_CLIENT_SECONDS = 60
-"""For how long a server waits for its first client: whoever has started it may have died."""
+"""Seconds that a server waits for its first client: whoever has started it may have died."""
 _FULL_SECONDS = 0.2
-"""How long to wait for a free descriptor for who has connected, if nothing else comes."""
+"""Seconds to wait for a free descriptor for new connections, if nothing else comes."""
 _log = logging.getLogger("fastensor")
 
 
@@ -70,7 +70,7 @@ class LocalServer(Generic[C]):
         self._greeting = greeting, given
         self._numbers = 0
         self._is_full = False
-        """Whether processes wait for whom no descriptor is free. The listener is not heard until the next round."""
+        """True if processes wait for whom no descriptor is free. The listener is not heard until the next round."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 

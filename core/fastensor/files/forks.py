@@ -1,4 +1,4 @@
-"""What objects do in a forked child, where the parent's threads do not exist."""
+"""Callbacks of objects in a forked child, where the parent's threads do not exist."""
 
 from __future__ import annotations
 

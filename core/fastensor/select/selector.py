@@ -46,13 +46,13 @@ _logger = logging.getLogger("fastensor")
 
 
 class _Question(NamedTuple):
-    """What a choice depends on besides its key, and what was learned."""
+    """Parameters of a choice besides its key, and what was learned."""
 
     candidates: tuple[str, ...]
     mode: Mode
     default: str | None
     explore: bool
-    """Whether backends may be tried."""
+    """True if backends may be tried."""
     paper: bool
 
 
@@ -63,7 +63,7 @@ class _Standing:
     question: _Question
     choice: Choice
     uses: int
-    """For how many further uses, ..."""
+    """Further uses for which it stands, ..."""
     until_seconds: float
     """... and until all transfers, of other sizes too, have taken so long: then the budget may cover a try."""
 
@@ -158,7 +158,7 @@ class Selector:
         self.explore = explore
         """True if backends are tried, and timings learned. May be changed at any time."""
         self.mode: Mode = mode
-        """What files are written for. May be changed at any time."""
+        """Purpose of files that are written. May be changed at any time."""
         self.paper = paper
         """True if the paper's Algorithm 1 explores. May be changed at any time."""
         self._on_change = on_change
@@ -457,7 +457,7 @@ class Selector:
         )
 
     def _is_due(self, key: Key, history: _History, name: str, most_gap: int, ahead: int) -> bool:
-        """Whether enough transfers have passed since a backend was tried or measured."""
+        """True if enough transfers have passed since a backend was tried or measured."""
         entry = self._dictionary.at(key)
         timing, tried_at = entry.timings.get(name), history.tried_at.get(name)
         if tried_at is not None and history.uses + ahead - tried_at < _gap(tried_at, most_gap):

@@ -300,7 +300,7 @@ def _names_of(tree: Any, keys: Iterable[str], where: str) -> set[str]:
 
 
 def chosen_of(result: Any, request: LoadRequest, file: OpenedFile) -> Any:
-    """What the keys of a load choose of what a file holds."""
+    """Selection of a file's contents by the keys of a load."""
     if request.keys is None:
         return result
     return choose(result, _names_of(result, request.keys, file.where).__contains__)

@@ -1,4 +1,4 @@
-"""What a node reader and its clients send each other, over a :class:`~fastensor.data.connection.Connection`.
+"""Messages between a node reader and its clients, over a :class:`~fastensor.data.connection.Connection`.
 
 The greeting is the reader's process id. A client opens a file, and requests values by their extents. It takes them in
 the order of its requests. The reader packs consecutive values into a slot of the client's ring, and sends the client
@@ -35,7 +35,7 @@ class Values(NamedTuple):
     first: int
     """The number of the first of them in the request."""
     values: int
-    """How many."""
+    """Number of these values."""
     slot: Slot
 
 
@@ -51,7 +51,7 @@ class Failed(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """How a client wants a file to be read. The descriptor of the file comes along."""
+    """A client's options for reading a file. The descriptor of the file comes along."""
 
     strategy: Strategy
     mean_nbytes: float
@@ -64,7 +64,7 @@ class Request(NamedTuple):
     """Values that the client will take."""
 
     number: int
-    """Of the client's choice."""
+    """Number of the client's choice."""
     extents: Extents
 
 
@@ -73,7 +73,7 @@ class Wait(NamedTuple):
 
     request: int
     values: int
-    """How many."""
+    """Number of these values."""
 
 
 class Cancel(NamedTuple):
@@ -89,7 +89,7 @@ class Release(NamedTuple):
 
 
 def layout(lengths: Integers) -> Integers:
-    """Where each value begins in a slot; the last number is the length of the slot. Values are aligned as slots are.
+    """Offset of each value in a slot; the last number is the length of the slot. Values are aligned as slots are.
 
     >>> layout(np.array([100, 10])).tolist()
     [0, 128, 192]

@@ -148,9 +148,9 @@ class _Client(LocalClient):
         self.ring: SlotWriter | None = None
         self.slot_nbytes = 0
         self.pieces: dict[int, deque[_Piece]] = {}
-        """What was not sent yet of each request; the oldest request comes first."""
+        """Pieces of each request that were not sent yet; the oldest request comes first."""
         self.wanted: Wait | None = None
-        """What the client waits for."""
+        """Request that the client waits for."""
 
     def send_next(self) -> bool:
         """Send the next slot of values, or the error of a request, if there is one and there is room. Waits for the

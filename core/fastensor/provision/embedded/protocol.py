@@ -1,4 +1,4 @@
-"""What server, workers and clients send each other, over a :class:`~fastensor.data.connection.Connection`: these
+"""Messages between server, workers and clients, over a :class:`~fastensor.data.connection.Connection`: these
 records, and those of :mod:`fastensor.provision.engine` and :mod:`fastensor.provision.work`.
 
 A client begins with ``Register``, and then sends ``Start`` and ``Credit``. One that keeps the server alive sends
@@ -74,7 +74,7 @@ class Credit(NamedTuple):
 
 
 class AskStatus(NamedTuple):
-    """What does the service do?"""
+    """Ask for the state of the service."""
 
 
 class Preload(NamedTuple):
@@ -101,7 +101,7 @@ class ForgetLoader(NamedTuple):
 
 
 class StoreSamples(NamedTuple):
-    """Where samples are to be written that were read for a task."""
+    """Offsets to which samples are written that were read for a task."""
 
     task: int
     offsets: Integers
@@ -109,7 +109,7 @@ class StoreSamples(NamedTuple):
 
 
 class SamplesStored(NamedTuple):
-    """That was done."""
+    """The samples were written."""
 
     task: int
 

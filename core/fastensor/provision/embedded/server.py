@@ -121,7 +121,7 @@ class EmbeddedServer(LocalServer[Client]):
             self._tell(one, ForgetLoader(client.number))
 
     def _status(self) -> dict[str, Any]:
-        """What the service does, for people and monitors."""
+        """State of the service, for people and monitors."""
         return {
             "pid": os.getpid(),
             "clients": len(self.clients),
@@ -136,7 +136,7 @@ class EmbeddedServer(LocalServer[Client]):
 
     @property
     def _streams(self) -> list[Stream]:
-        """Of all loaders."""
+        """Streams of all loaders."""
         return [client.stream for client in self.clients.values() if client.stream is not None]
 
     @property
