@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ from programs import run
 
 import fastensor
 from fastensor.backends.snapshot import Snapshot
+from fastensor.checkpoint.asynchronous.for_adapters import in_turn
+from fastensor.checkpoint.outputs import Replacement
 from fastensor.files import posix
+from fastensor.files.new_directory import replace_link
 
 PROGRAM = Path(__file__).with_name("interrupted.py")
 TIMEOUT_SECONDS = 280
@@ -73,11 +78,17 @@ def test_a_file_that_is_written_in_place_refuses_the_handler(tmp_path: Path, int
     assert torch.equal(fastensor.load(tmp_path / "x")["w"], STATE["w"])
 
 
-def test_a_file_that_is_written_in_place_because_it_was_empty(tmp_path: Path, interrupted_sync: Any) -> None:
-    """The handler's save replaces the file that the interrupted one is writing."""
+def test_a_file_that_is_written_in_place_because_it_was_empty(tmp_path: Path) -> None:
+    """The nested save replaces the file that the outer one is writing, which must not say that it has saved."""
     (tmp_path / "x").touch()
-    interrupted_sync(lambda number, frame: fastensor.save({"of": "handler"}, tmp_path / "x"))
-    fastensor.save(STATE, tmp_path / "x")
+
+    def progress(done: int, total: int) -> None:
+        if not reports:
+            reports.append(fastensor.save({"of": "handler"}, tmp_path / "x"))
+
+    reports: list[fastensor.SaveReport] = []
+    with pytest.raises(fastensor.CheckpointWriteError, match=r"replaced or removed meanwhile.*taken its place"):
+        fastensor.save(STATE, tmp_path / "x", progress=progress)
     assert fastensor.load(tmp_path / "x") == {"of": "handler"}
 
 
@@ -137,6 +148,61 @@ def test_an_asynchronous_save_to_the_same_path_is_dropped(tmp_path: Path, monkey
         assert handle.stage == "replaced"
     assert fastensor.load(tmp_path / "x") == {"of": "handler"}
     assert os.listdir(tmp_path) == ["x"]
+
+
+def _save_nested(path: Path) -> None:
+    """Save to the path while another save is written. Nothing is synced: the gate may be closed."""
+
+    def progress(done: int, total: int) -> None:
+        if not reports:
+            reports.append(fastensor.save({"of": "handler"}, path, durable=False))
+
+    reports: list[fastensor.SaveReport] = []
+    fastensor.save(STATE, path.with_name("z"), durable=False, progress=progress)
+    assert "a signal handler" in reports[0].reason
+
+
+@pytest.mark.parametrize("step", ["removal", "link"])
+def test_a_pending_step_leaves_what_a_handler_has_saved(
+    tmp_path: Path, gate: Any, caplog: pytest.LogCaptureFixture, step: str
+) -> None:
+    fastensor.save(STATE, tmp_path / "x")
+    gate.close()
+    with fastensor.AsyncWriter() as writer:
+        writer.save(STATE, tmp_path / "y")
+        if step == "removal":
+            writer.remove(tmp_path / "x")
+        else:
+            link = partial(replace_link, str(tmp_path / "y"), str(tmp_path / "x"))
+            in_turn(writer, link, str(tmp_path / "x"), "linking x to y", at_end=lambda: None)
+        _save_nested(tmp_path / "x")
+        gate.open()
+    assert fastensor.load(tmp_path / "x") == {"of": "handler"}
+    assert "has saved to the same path" in caplog.text
+
+
+def test_pending_saves_are_dropped_before_a_nested_save_replaces_the_file(
+    tmp_path: Path, gate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, ended = Replacement.replace, threading.Event()
+
+    def replace_and_wait(output: Replacement, **options: Any) -> Any:
+        """A thread that is slow from here on lets the writer's thread end the pending save."""
+        freeing = replace(output, **options)
+        if output.path == str(tmp_path / "x"):
+            gate.open()
+            assert ended.wait(60)
+        return freeing
+
+    gate.close()
+    with fastensor.AsyncWriter() as writer:
+        handle = writer.save(STATE, tmp_path / "x")
+        handle.add_done_callback(lambda _: ended.set())
+        monkeypatch.setattr(Replacement, "replace", replace_and_wait)
+        _save_nested(tmp_path / "x")
+        with pytest.raises(fastensor.SaveDroppedError):
+            handle.result()
+    assert fastensor.load(tmp_path / "x") == {"of": "handler"}
 
 
 def test_a_writer_that_a_callback_closes_is_waited_for(tmp_path: Path, gate: Any) -> None:

@@ -54,9 +54,9 @@ class PendingWork(ABC):
     def run(self) -> None:
         """Do the work, which the caller has claimed, and end it. Raises nothing."""
 
+    @abstractmethod
     def drop(self, why: Any, message: str) -> bool:
-        """Have the work end without touching its place; False if it is too late, or if such work cannot be dropped."""
-        return False
+        """Have the work end without touching its place; False if it is too late. A signal handler may call this."""
 
     @property
     def done(self) -> bool:
@@ -186,7 +186,7 @@ def wait_to_replace(target: Target | RemotePath | object) -> None:
 
 
 def drop_replaced(target: Target | RemotePath | object) -> None:
-    """Drop the saves that were accepted for a target, because a nested save, which cannot wait, has replaced them."""
+    """Drop what was accepted for a target, because a nested save, which cannot wait, is about to replace it."""
     for work in pending(place_of(target)) if isinstance(target, Target | RemotePath) else ():
         work.drop("replaced", "a signal handler or a callback has saved to the same path")
 

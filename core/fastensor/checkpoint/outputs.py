@@ -138,7 +138,7 @@ class InPlace(Stream):
     def __init__(self, path: str, why_not_replaced: str) -> None:
         super().__init__(path)
         self.why_not_replaced = why_not_replaced
-        self._begun = self._ended = False
+        self._begun = self._ended = self._is_gone = False
         self.fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY)
         try:
             self.is_synced = stat.S_ISREG(os.fstat(self.fd).st_mode)
@@ -177,10 +177,20 @@ class InPlace(Stream):
         return data.nbytes
 
     def end(self) -> int:
+        """See :meth:`Stream.end`.
+
+        Raises:
+            OSError: the file was removed meanwhile, or a save that could replace it has done so.
+        """
         self._ended = True
+        self._is_gone = self.is_synced and self.has_name and not os.fstat(self.fd).st_nlink
+        if self._is_gone:
+            raise OSError(errno.ESTALE, "the file that was written in place was replaced or removed meanwhile")
         return super().end()
 
     def left(self) -> str:
+        if self._is_gone:
+            return f"what has taken its place is at {self.path}"
         if self._ended:
             return "all of it was written in place, but a power failure may cut it off"
         if not self._begun or (self.is_synced and not self.nbytes):

@@ -106,8 +106,8 @@ class SaveTransaction:
     def finish(self, planned: Plan | ByTorch) -> SaveReport:
         """Write a planned file in this thread, behind everything that this process has accepted for the target.
 
-        A nested save (see :mod:`fastensor.checkpoint.nested`) waits for nothing. Asynchronous saves to the target are
-        dropped when it has succeeded.
+        A nested save (see :mod:`fastensor.checkpoint.nested`) waits for nothing. What is pending for the target is
+        dropped when the nested save is about to replace it.
 
         Raises:
             CheckpointWriteError: the file could not be written; the message says what is there now.
@@ -115,10 +115,7 @@ class SaveTransaction:
         with closing(self):
             if not self._nested:
                 wait_to_replace(self.target)
-            report = self.move(planned)
-            if self._nested:
-                drop_replaced(self.target)
-            return report
+            return self.move(planned)
 
     def plan(self, plan: Planner) -> Plan | ByTorch:
         """Plan the file."""
@@ -174,14 +171,14 @@ class SaveTransaction:
         """
         with self._opened() as output, _saying_what_is_left(output):
             if not output.atomic:
-                self.before_publishing()
+                self._commit()
             with self._at("write"):
                 transfer, backend, reason = self._write(source, output)
                 nbytes = output.end()
             durable = self._durable and output.is_synced and self._synced(output.fd)
             taken = time.perf_counter() - transfer.started if transfer is not None else 0.0
             if output.atomic:
-                self.before_publishing()
+                self._commit()
             with self._at("publish"):
                 freeing = output.replace(durable=self._durable, free_later=not self._nested)
         if transfer is not None:
@@ -204,6 +201,12 @@ class SaveTransaction:
             wait_seconds=self.seconds.get("wait", 0.0),
             freeing=freeing,
         )
+
+    def _commit(self) -> None:
+        """The target is replaced next."""
+        self.before_publishing()
+        if self._nested:
+            drop_replaced(self.target)
 
     @contextmanager
     def _opened(self) -> Iterator[Output]:

@@ -239,6 +239,12 @@ class Step(PendingWork):
         self._function = function
         self._what = what
         self._after = after
+        self._dropped = ""
+        """Reason for which the step is not done."""
+
+    def drop(self, why: Drop, message: str) -> bool:
+        self._dropped = message
+        return True
 
     def run(self) -> None:
         try:
@@ -254,6 +260,8 @@ class Step(PendingWork):
             self.end(None)
 
     def _why_not(self) -> str:
+        if self._dropped:
+            return self._dropped
         if self._after is not None and self._after.stage != "durable":
             return f"the save to {self._after.path} was {self._after.stage}"
         return ""
