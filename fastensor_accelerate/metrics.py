@@ -30,7 +30,7 @@ class StateMetrics:
         }
 
 
-class Totals:
+class StateTotals:
     """All saves and loads of states of one Accelerator in this process. Thread-safe."""
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ from fastensor_accelerate.directories import (
     settle_states,
     state_in,
 )
-from fastensor_accelerate.metrics import StateMetrics, Totals
+from fastensor_accelerate.metrics import StateMetrics, StateTotals
 from fastensor_accelerate.saving import StateSave
 from fastensor_accelerate.seam import replaced
 from fastensor_accelerate.writing import StateWriter, nbytes_of
@@ -73,7 +73,7 @@ class StateSaver:
         self._processes = SavingProcesses()
         self._sharing: Sharing | None = None
         self._to_log: deque[StateMetrics] = deque()
-        self._totals = Totals()
+        self._totals = StateTotals()
         """Totals of what the main process has saved and loaded."""
         self._said_other_engine = False
         self._saving_in_turn = False

@@ -19,7 +19,7 @@ from provision.conftest import has_ended
 from fastensor.data.plan import EpochPlan
 from fastensor.provision.embedded.client import EmbeddedEngine
 from fastensor.provision.embedded.spec import packed
-from fastensor.provision.engine import Engine, EngineLost, Facts, Registration, Start
+from fastensor.provision.engine import EngineLost, Facts, Registration, ServiceEngine, Start
 from fastensor.provision.making import UserObjects
 from fastensor.provision.sources import Source
 from fastensor.testing import ProvisionTests
@@ -31,7 +31,7 @@ NUMBERS = count()
 class TestEmbedded(ProvisionTests):
     @pytest.fixture
     def start(self, warm_services: list[Program]) -> Iterator[StartEngine]:
-        engines: list[Engine] = []
+        engines: list[ServiceEngine] = []
 
         def start(
             source: Source,
@@ -39,7 +39,7 @@ class TestEmbedded(ProvisionTests):
             cache_nbytes: int,
             before_cache: Callable[[Any], Any] | None = None,
             after_cache: Callable[[Any], Any] | None = None,
-        ) -> Engine:
+        ) -> ServiceEngine:
             facts = Facts(len(source), source.fingerprint(), cache_nbytes, workers=2)
             spec_fd = packed(facts, UserObjects(source, before_cache, after_cache))
             engines.append(EmbeddedEngine(f"local:conformance-{os.getpid()}-{next(NUMBERS)}", spec_fd=spec_fd))
@@ -49,7 +49,7 @@ class TestEmbedded(ProvisionTests):
         for engine in engines:
             engine.close()
 
-    def kill(self, engine: Engine) -> None:
+    def kill(self, engine: ServiceEngine) -> None:
         pid = engine.health()["pid"]
         os.kill(pid, signal.SIGKILL)
         assert has_ended(pid)

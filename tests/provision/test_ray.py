@@ -30,7 +30,7 @@ from provision.rays import local_ray
 
 from fastensor.data import EpochPlan
 from fastensor.provision import DataService, ProvisionError
-from fastensor.provision.engine import Engine, Facts
+from fastensor.provision.engine import Facts, ServiceEngine
 from fastensor.provision.making import UserObjects
 from fastensor.provision.ray import names
 from fastensor.provision.ray.client import RayEngine, joined
@@ -72,7 +72,7 @@ def engines_of(servers: int, names: Callable[[], str]) -> Iterator[StartEngine]:
         servers: of each service. They take seconds to start, because they import torch.
         names: what the next service is called. If it runs, it is used.
     """
-    engines: list[Engine] = []
+    engines: list[ServiceEngine] = []
 
     def start(
         source: Source,
@@ -80,7 +80,7 @@ def engines_of(servers: int, names: Callable[[], str]) -> Iterator[StartEngine]:
         cache_nbytes: int,
         before_cache: Callable[[Any], Any] | None = None,
         after_cache: Callable[[Any], Any] | None = None,
-    ) -> Engine:
+    ) -> ServiceEngine:
         facts = Facts(len(source), source.fingerprint(), cache_nbytes, workers=servers)
         contents = UserObjects(source, before_cache, after_cache)
         engines.append(joined(facts, contents, names(), address="", local_ray="none"))
@@ -94,7 +94,7 @@ def engines_of(servers: int, names: Callable[[], str]) -> Iterator[StartEngine]:
 class OnRay(ProvisionTests):
     """Engines on a Ray that is shared by all tests."""
 
-    def kill(self, engine: Engine) -> None:
+    def kill(self, engine: ServiceEngine) -> None:
         """All actors, for good: Ray replaces a server by itself."""
         import ray
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from fastensor.data.plan import EpochPlan
 from fastensor.data.ring import SlotWriter
 from fastensor.provision.engine import Facts, Registration, Start
-from fastensor.provision.feeding import Stream, batches_from, key_of
+from fastensor.provision.feeding import BatchStream, batches_from, key_of
 from fastensor.provision.tasks import Tasks
 
 
 def test_loaders_of_an_overloaded_service_take_turns() -> None:
     """Each takes what it is sent at once, so none has anything ahead."""
     tasks = Tasks(Facts(samples=1000, fingerprint="", cache_nbytes=0, workers=1))
-    streams = [Stream(number, Registration(), ring=SlotWriter(1 << 20)) for number in range(3)]
+    streams = [BatchStream(number, Registration(), ring=SlotWriter(1 << 20)) for number in range(3)]
     for stream in streams:
         start = Start(EpochPlan(1000, seed=stream.number), 0, 0, generation=1)
         stream.begin(start, batches_from(start, tasks.orders))
@@ -43,7 +43,7 @@ def test_what_could_not_be_read_ahead_is_not_read_ahead_again() -> None:
 def test_the_cache_follows_a_loader_that_is_left() -> None:
     """From its next batch on, without a word from it."""
     tasks = Tasks(Facts(samples=100, fingerprint="", cache_nbytes=1 << 20, workers=1))
-    streams = [Stream(number, Registration(), ring=SlotWriter(1 << 20)) for number in range(3)]
+    streams = [BatchStream(number, Registration(), ring=SlotWriter(1 << 20)) for number in range(3)]
     plans = [EpochPlan(100, seed=seed, batch_size=4) for seed in (1, 1, 2)]
     for stream, plan in zip(streams, plans, strict=True):
         stream.begin(Start(plan, 3, 8), batches_from(Start(plan, 3, 8), tasks.orders))

@@ -60,7 +60,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     module = ModuleType("toy_file")
     vars(module).update({one.__name__: one for one in (load, read_catalog, to_compare, foreign_code)})
     monkeypatch.setitem(sys.modules, f"{containers.__name__}.toy_file", module)
-    line = containers.Registered("toy_file", lambda start, nbytes: start.startswith(MAGIC))
+    line = containers.RegisteredContainer("toy_file", lambda start, nbytes: start.startswith(MAGIC))
     monkeypatch.setitem(containers.REGISTERED, "toy", line)  # type: ignore[arg-type]  # as above
     data = torch.arange(1000.0).numpy().tobytes()
     (tmp_path / "x.toy").write_bytes(HEAD.pack(MAGIC, zlib.crc32(data)) + data)

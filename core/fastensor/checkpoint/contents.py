@@ -14,7 +14,7 @@ import torch
 from fastensor.checkpoint.catalog import Catalog, Inspection, TensorInfo, refused_globals, ties_in
 from fastensor.checkpoint.cataloged import CatalogedFile, open_files
 from fastensor.checkpoint.containers import container_at
-from fastensor.checkpoint.folders import Entry, name_behind, name_in
+from fastensor.checkpoint.folders import FolderEntry, name_behind, name_in
 from fastensor.checkpoint.lazy import LazyCheckpoint, lazily
 from fastensor.checkpoint.sharded import files_in, located, read_json
 from fastensor.select.transfer import BackendChoice
@@ -41,7 +41,7 @@ class OpenCheckpoint(Protocol):
         """A tensor on the host, compared with its checksum."""
 
 
-def open_checkpoint(entry: Entry, stack: ExitStack, backend: BackendChoice) -> OpenCheckpoint:
+def open_checkpoint(entry: FolderEntry, stack: ExitStack, backend: BackendChoice) -> OpenCheckpoint:
     """Open a checkpoint. Its headers and pickles are compared with their checksums.
 
     Args:
@@ -61,7 +61,7 @@ def open_checkpoint(entry: Entry, stack: ExitStack, backend: BackendChoice) -> O
 class _OpenFiles:
     """A file, or the files of a model. See :class:`OpenCheckpoint`."""
 
-    def __init__(self, entry: Entry, stack: ExitStack, backend: BackendChoice) -> None:
+    def __init__(self, entry: FolderEntry, stack: ExitStack, backend: BackendChoice) -> None:
         self._index = Path(str(entry.path)) if entry.kind == "index" else None
         self._about = {} if self._index is None else read_json(self._index)
         files = {entry.path: None} if self._index is None else located(files_in(self._index, self._about))

@@ -15,7 +15,7 @@ from isal import isal_zlib
 from fastensor.backends import registry
 from fastensor.checkpoint.catalog import TensorInfo
 from fastensor.checkpoint.contents import OpenCheckpoint, open_checkpoint
-from fastensor.checkpoint.folders import Entry, entries_at, folder_at, main_entry, name_behind, name_in
+from fastensor.checkpoint.folders import FolderEntry, entries_at, folder_at, main_entry, name_behind, name_in
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.progress import Progress
 from fastensor.errors import UnsupportedContentError
@@ -168,7 +168,7 @@ def diff(
 class _Files:
     """Checkpoints and other files at a location."""
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, FolderEntry]
     """By its path in the folder."""
     main: str | None
     """The path of that whose names need no path in front of them."""
@@ -189,7 +189,7 @@ _NOTHING = Difference("", "", (), (), (), {}, 0)
 """Empty findings, with which those of a part of two checkpoints begin. Names get the path of their file in front."""
 
 
-def _paired(first: _Files, second: _Files) -> tuple[dict[str, tuple[Entry, Entry]], Difference]:
+def _paired(first: _Files, second: _Files) -> tuple[dict[str, tuple[FolderEntry, FolderEntry]], Difference]:
     """The files of both that are compared with each other, by their path, which is empty for what both have as their
     model; and what is found of all others."""
     mains = _mains_are_a_pair(first, second)
@@ -197,7 +197,7 @@ def _paired(first: _Files, second: _Files) -> tuple[dict[str, tuple[Entry, Entry
     single = len(one) == 1 or len(two) == 1
     alone = [{name: side[name] for name in side.keys() - other.keys()} for side, other in ((one, two), (two, one))]
 
-    def only(side: Mapping[str, Entry]) -> tuple[str, ...]:
+    def only(side: Mapping[str, FolderEntry]) -> tuple[str, ...]:
         return tuple(name or str(at.path) for name, at in side.items() if at.is_checkpoint or not single)
 
     return {name: (one[name], two[name]) for name in one if name in two}, replace(
@@ -216,12 +216,12 @@ def _mains_are_a_pair(first: _Files, second: _Files) -> bool:
     return first.main == second.main or not (first.main in second.entries or second.main in first.entries)
 
 
-def _by_name(files: _Files, mains: bool) -> dict[str, Entry]:
+def _by_name(files: _Files, mains: bool) -> dict[str, FolderEntry]:
     """The entries by their paths; that of the main one is empty, if the main ones are a pair."""
     return {"" if mains and name == files.main else name: entry for name, entry in files.entries.items()}
 
 
-def _compare_whole(name: str, one: Entry, two: Entry, *, values: bool) -> Difference:
+def _compare_whole(name: str, one: FolderEntry, two: FolderEntry, *, values: bool) -> Difference:
     """Compare what nothing is known of but its bytes."""
     paths = [str(entry.path) for entry in (one, two)]
     are_files = [*map(os.path.isfile, paths)]
@@ -245,7 +245,7 @@ def _same_bytes(one: str, two: str, *, values: bool) -> bool:
         return not second.read(1)
 
 
-def _file_in_words(entry: Entry, values: bool) -> str:
+def _file_in_words(entry: FolderEntry, values: bool) -> str:
     path = Path(str(entry.path))
     if not path.is_file():
         return f"<{entry.kind}>"
@@ -388,15 +388,15 @@ def _largest(one: torch.Tensor, two: torch.Tensor) -> float:
 
 
 def _opened(
-    pairs: Mapping[str, tuple[Entry, Entry]], backend: BackendChoice, stack: ExitStack
-) -> tuple[dict[str, tuple[OpenCheckpoint, OpenCheckpoint]], dict[str, tuple[Entry, Entry]]]:
+    pairs: Mapping[str, tuple[FolderEntry, FolderEntry]], backend: BackendChoice, stack: ExitStack
+) -> tuple[dict[str, tuple[OpenCheckpoint, OpenCheckpoint]], dict[str, tuple[FolderEntry, FolderEntry]]]:
     """Both sides, and what can only be compared byte by byte, by path.
 
     Raises:
         UnsupportedContentError: there is one pair, or not a pair of files, and it can only be loaded whole.
     """
     sides: dict[str, tuple[OpenCheckpoint, OpenCheckpoint]] = {}
-    whole: dict[str, tuple[Entry, Entry]] = {}
+    whole: dict[str, tuple[FolderEntry, FolderEntry]] = {}
     for name, (one, two) in pairs.items():
         if not (one.is_checkpoint and two.is_checkpoint):
             whole[name or str(one.path)] = one, two
@@ -410,5 +410,5 @@ def _opened(
     return sides, whole
 
 
-def _is_one_file(entry: Entry) -> bool:
+def _is_one_file(entry: FolderEntry) -> bool:
     return entry.kind == "checkpoint" and os.path.isfile(str(entry.path))

@@ -43,7 +43,7 @@ _NOT_ENTERED = ".git"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FolderEntry:
     """A checkpoint, or a file that is none."""
 
     path: Location
@@ -74,7 +74,7 @@ def folder_at(location: Location) -> Path | None:
     return path if os.path.isdir(found) else None
 
 
-def entries_at(location: Location) -> list[Entry]:
+def entries_at(location: Location) -> list[FolderEntry]:
     """Entries at a location: one file, one model, or all that is in a folder and its folders, ordered by path.
 
     Saves that this process has pending there are waited for. A folder without a checkpoint stands for itself: whoever
@@ -86,17 +86,17 @@ def entries_at(location: Location) -> list[Entry]:
     wait_to_read_directory(location)
     folder = folder_at(location)
     if folder is None:
-        return [Entry(location, "checkpoint")]
+        return [FolderEntry(location, "checkpoint")]
     path = Path(str(locate(location)))
     if is_index(path):
         return [replace(_index_at(path, 0), kind="index")]
     if os.path.samefile(folder, os.sep):  # all files of a machine are no checkpoint
-        return [Entry(location, "checkpoint")]
+        return [FolderEntry(location, "checkpoint")]
     found = sorted(_entries_below(folder), key=lambda entry: str(entry.path).split(os.sep))
-    return found if any(entry.is_checkpoint for entry in found) else [Entry(location, "checkpoint")]
+    return found if any(entry.is_checkpoint for entry in found) else [FolderEntry(location, "checkpoint")]
 
 
-def main_entry(location: Location, entries: Sequence[Entry]) -> Entry | None:
+def main_entry(location: Location, entries: Sequence[FolderEntry]) -> FolderEntry | None:
     """The entry whose tensors are named without the file that they are in: the only one, the distributed checkpoint
     that the location is, or the model that :func:`fastensor.load_sharded` would load. None if there is none."""
     if len(entries) == 1:
@@ -105,7 +105,7 @@ def main_entry(location: Location, entries: Sequence[Entry]) -> Entry | None:
     return next((entry for entry in entries if entry.is_checkpoint and entry.path == found), None)
 
 
-def members_of(entries: Sequence[Entry]) -> list[Entry]:
+def members_of(entries: Sequence[FolderEntry]) -> list[FolderEntry]:
     """The files of entries, each of which is read once. An index that cannot be read is the only member of its model.
     A file that an index names is a checkpoint, whatever else it is: whoever opens it says what is wrong."""
     expected: dict[str, set[str]] = {}
@@ -113,7 +113,7 @@ def members_of(entries: Sequence[Entry]) -> list[Entry]:
     for entry in entries:
         for file, names in entry.files.items():
             expected.setdefault(str(file), set()).update(names)
-            members[str(file)] = Entry(file, "checkpoint", expected=expected[str(file)])
+            members[str(file)] = FolderEntry(file, "checkpoint", expected=expected[str(file)])
     return [*members.values()]
 
 
@@ -131,7 +131,7 @@ def name_behind(file: str, name: str) -> str:
     return f"{file}: {name}"
 
 
-def _entries_below(folder: Path) -> Iterator[Entry]:
+def _entries_below(folder: Path) -> Iterator[FolderEntry]:
     """Entries of a folder and its folders, in no order."""
     root = Path(os.path.realpath(folder))
     claimed: set[Path] = set()
@@ -142,10 +142,10 @@ def _entries_below(folder: Path) -> Iterator[Entry]:
         try:
             names = os.listdir(here)
         except OSError:
-            yield Entry(here, "checkpoint")  # whoever opens it says what is wrong
+            yield FolderEntry(here, "checkpoint")  # whoever opens it says what is wrong
             continue
         if shards := _shards_among(here, names):
-            yield Entry(here, "checkpoint")
+            yield FolderEntry(here, "checkpoint")
         statuses = {here / name: _status_of(here / name) for name in names}
         files = {path: one.st_size for path, one in statuses.items() if one is not None and stat.S_ISREG(one.st_mode)}
         indexes = _without_copies(here, {path: _index_at(path, files[path]) for path in files if is_index(path)})
@@ -165,11 +165,11 @@ def _is_searched(path: Path, status: os.stat_result | None) -> bool:
     return is_directory and not (_is_left(path.name) or path.name == _NOT_ENTERED or path.is_symlink())
 
 
-def _entry_at(path: Path, status: os.stat_result | None, root: Path) -> Entry | None:
+def _entry_at(path: Path, status: os.stat_result | None, root: Path) -> FolderEntry | None:
     """Entry of what is no index, and no directory that is searched; None if a save has left it, and it is gone."""
     if status is None:
-        return None if _is_left(path.name) else Entry(path, "checkpoint")  # whoever opens it says what is wrong
-    return Entry(path, _kind_of(path, status, root), 0 if stat.S_ISDIR(status.st_mode) else status.st_size)
+        return None if _is_left(path.name) else FolderEntry(path, "checkpoint")  # whoever opens it says what is wrong
+    return FolderEntry(path, _kind_of(path, status, root), 0 if stat.S_ISDIR(status.st_mode) else status.st_size)
 
 
 def _is_left(name: str) -> bool:
@@ -198,26 +198,28 @@ def _shards_among(folder: Path, names: Sequence[str]) -> set[str]:
     return {*metadata, *shards.intersection(map(os.fsdecode, SHARD_NAMES.findall(data)))}
 
 
-def _index_at(path: Path, nbytes: int) -> Entry:
+def _index_at(path: Path, nbytes: int) -> FolderEntry:
     """The model of an index. One that cannot be read is an index, too: it is raised when the index is read by itself.
     A JSON object of anything else is a text."""
     try:
         index = read_json(path)
         return (
-            Entry(path, "index", nbytes, files_in(path, index)) if WEIGHT_MAP in index else Entry(path, "text", nbytes)
+            FolderEntry(path, "index", nbytes, files_in(path, index))
+            if WEIGHT_MAP in index
+            else FolderEntry(path, "text", nbytes)
         )
     except (FastensorError, OSError):
-        return Entry(path, "index", nbytes)
+        return FolderEntry(path, "index", nbytes)
 
 
-def _without_copies(folder: Path, indexes: Mapping[Path, Entry]) -> dict[Path, Entry]:
+def _without_copies(folder: Path, indexes: Mapping[Path, FolderEntry]) -> dict[Path, FolderEntry]:
     """The indexes in a folder. One that names the same tensors in the same files as another, such as that of a variant,
     is a text, so that a model counts once; that of the folder's model is none."""
     weights = find_weights(folder) if len(indexes) > 1 else None
-    found: dict[Path, Entry] = {}
+    found: dict[Path, FolderEntry] = {}
     for path, entry in sorted(indexes.items(), key=lambda item: (item[0] != weights, item[0].name)):
         is_copy = bool(entry.files) and any(entry.files == other.files for other in found.values())
-        found[path] = Entry(path, "text", entry.nbytes) if is_copy else entry
+        found[path] = FolderEntry(path, "text", entry.nbytes) if is_copy else entry
     return found
 
 

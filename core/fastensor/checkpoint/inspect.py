@@ -15,7 +15,7 @@ from fastensor.checkpoint.contents import open_checkpoint
 from fastensor.checkpoint.directories import metadata_names, nbytes_at
 from fastensor.checkpoint.folders import (
     OTHER_KINDS,
-    Entry,
+    FolderEntry,
     OtherKind,
     entries_at,
     folder_at,
@@ -84,12 +84,12 @@ def inspect_all(path: Location) -> tuple[Inspection, list[Exception]]:
     return _joined(name_of(path), files, main_name), failures
 
 
-def _inspect_entry(entry: Entry) -> Inspection:
+def _inspect_entry(entry: FolderEntry) -> Inspection:
     with ExitStack() as stack:
         return open_checkpoint(entry, stack, registry.AUTO).describe()
 
 
-def _inspect_or_name(entry: Entry) -> Inspection:
+def _inspect_or_name(entry: FolderEntry) -> Inspection:
     """Contents of an entry of a folder; of what is no checkpoint, or can only be loaded whole, nothing but its size."""
     if entry.kind != "checkpoint" and entry.kind != "index":
         return _named(entry, entry.kind, entry.nbytes)
@@ -99,7 +99,7 @@ def _inspect_or_name(entry: Entry) -> Inspection:
         return replace(_not_listed(entry), metadata={"not listed": str(error)})
 
 
-def _not_listed(entry: Entry) -> Inspection:
+def _not_listed(entry: FolderEntry) -> Inspection:
     if entry.kind == "index":
         return _named(entry, "huggingface", sum(map(nbytes_at, entry.files)))
     if metadata_names(entry.path):
@@ -108,7 +108,9 @@ def _not_listed(entry: Entry) -> Inspection:
         return _named(entry, container_of(file), file.nbytes)
 
 
-def _named(entry: Entry, container: Container | Literal["dcp", "huggingface"] | OtherKind, nbytes: int) -> Inspection:
+def _named(
+    entry: FolderEntry, container: Container | Literal["dcp", "huggingface"] | OtherKind, nbytes: int
+) -> Inspection:
     return Inspection(str(entry.path), container, nbytes, False, (), {}, {}, (), (), 0)
 
 

@@ -1,8 +1,8 @@
 """Outputs of a save: a new file that replaces the target, or a stream that is written from front to back.
 
-Every output is used in one order: :meth:`~Stream.begin`, :meth:`~Stream.write_at`, :meth:`~Stream.end`,
-:meth:`~Stream.replace`; and :meth:`~Stream.close`, whatever happens. One thread uses it at a time. What the operating
-system or a filesystem refuses raises ``OSError``.
+Every output is used in one order: :meth:`~StreamOutput.begin`, :meth:`~StreamOutput.write_at`,
+:meth:`~StreamOutput.end`, :meth:`~StreamOutput.replace`; and :meth:`~StreamOutput.close`, whatever happens. One thread
+uses it at a time. What the operating system or a filesystem refuses raises ``OSError``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Replacement(NewFile):
             raise OSError(error.errno, needed) from error
 
     def end(self) -> int:
-        """See :meth:`Stream.end`."""
+        """See :meth:`StreamOutput.end`."""
         return os.fstat(self.fd).st_size
 
     def replace(self, *, durable: bool, free_later: bool = True) -> Freeing:
@@ -60,7 +60,7 @@ class Replacement(NewFile):
         return freeing
 
 
-class Stream(ABC):
+class StreamOutput(ABC):
     """An output that is written from front to back.
 
     Args:
@@ -118,10 +118,10 @@ class Stream(ABC):
         """Close what was opened, and drop what has not taken the target's place."""
 
 
-Output: TypeAlias = Replacement | Stream
+Output: TypeAlias = Replacement | StreamOutput
 
 
-class InPlace(Stream):
+class InPlace(StreamOutput):
     """A target that is overwritten.
 
     Args:
@@ -177,7 +177,7 @@ class InPlace(Stream):
         return data.nbytes
 
     def end(self) -> int:
-        """See :meth:`Stream.end`.
+        """See :meth:`StreamOutput.end`.
 
         Raises:
             OSError: the file was removed meanwhile, or a save that could replace it has done so.
@@ -210,7 +210,7 @@ class InPlace(Stream):
         os.close(self.fd)
 
 
-class OpenFile(Stream):
+class OpenFile(StreamOutput):
     """An open binary file, from its position on. The caller closes it.
 
     Raises:

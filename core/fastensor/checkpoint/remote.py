@@ -22,7 +22,7 @@ from fastensor.backends.ring_reader import RingReader
 from fastensor.checkpoint.freeing import Freeing
 from fastensor.checkpoint.location import NO_LOCAL_FILE, RemotePath, keep_in_children, locate
 from fastensor.checkpoint.opened import LocalFile, OpenedFile, OpenedReader, ReadOptions
-from fastensor.checkpoint.outputs import Stream
+from fastensor.checkpoint.outputs import StreamOutput
 from fastensor.errors import BackendUnavailableError, FastensorError
 from fastensor.files.posix import TEMPORARY_SUFFIX
 
@@ -35,7 +35,7 @@ _QUIET_SECONDS = 300.0
 """The longest time that a server may be silent while it sends a file."""
 
 
-class Upload(Stream):
+class Upload(StreamOutput):
     """A file that takes the target's place by :meth:`replace`, and never if it is closed before.
 
     Object stores show nothing of an upload before it is complete. On other filesystems a temporary file beside the

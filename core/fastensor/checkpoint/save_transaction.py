@@ -16,7 +16,7 @@ from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.nested import is_nested
 from fastensor.checkpoint.ordering import drop_replaced, wait_to_replace
-from fastensor.checkpoint.outputs import InPlace, OpenFile, Output, Replacement, Stream
+from fastensor.checkpoint.outputs import InPlace, OpenFile, Output, Replacement, StreamOutput
 from fastensor.checkpoint.report import SaveReport
 from fastensor.checkpoint.target import Target, open_output, resolve_target
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError
@@ -216,7 +216,7 @@ class SaveTransaction:
             yield output
         self.close()
 
-    def _opened_elsewhere(self) -> Stream:
+    def _opened_elsewhere(self) -> StreamOutput:
         if not isinstance(self.target, RemotePath):
             assert not isinstance(self.target, Target)
             return OpenFile(self.target, self.where)
@@ -251,7 +251,7 @@ class SaveTransaction:
             wait_for_space()
             self.seconds["wait"] = time.perf_counter() - started
         output.begin(source.nbytes)
-        if isinstance(output, Stream):
+        if isinstance(output, StreamOutput):
             stream.write_stream(source, output.write)
             return None, stream.NAME, output.why
         transfer, checksums = self._choose_and_write(source, output, self._fallbacks)

@@ -13,7 +13,7 @@ from fastensor.checkpoint.catalog import read_catalog
 from fastensor.checkpoint.comparing import FileToVerify, VerifyReport, compare_files, verify_opened
 from fastensor.checkpoint.containers import container_at
 from fastensor.checkpoint.directories import BESIDE_SHARDS, metadata_names, nbytes_at
-from fastensor.checkpoint.folders import Entry, entries_at, folder_at, main_entry, members_of, name_in
+from fastensor.checkpoint.folders import FolderEntry, entries_at, folder_at, main_entry, members_of, name_in
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.opened import opened
 from fastensor.checkpoint.progress import Progress, reporting
@@ -73,12 +73,12 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
         return compare_files(tasks, *_whole(path, entries), tell)
 
 
-def members_at(path: Location) -> list[Entry]:
+def members_at(path: Location) -> list[FolderEntry]:
     """The files that :func:`verify` reads one by one, and those that it names only."""
     return _members_of(entries_at(path))
 
 
-def _members_of(entries: Sequence[Entry]) -> list[Entry]:
+def _members_of(entries: Sequence[FolderEntry]) -> list[FolderEntry]:
     """The files of entries, but for those that are read with a distributed checkpoint."""
     if len(entries) == 1:
         return members_of(entries)
@@ -86,7 +86,7 @@ def _members_of(entries: Sequence[Entry]) -> list[Entry]:
     return members_of([entry for entry in entries if entry.path not in beside])
 
 
-def _whole(path: Location, entries: Sequence[Entry]) -> tuple[str, Literal["dcp", "huggingface", "folder"]]:
+def _whole(path: Location, entries: Sequence[FolderEntry]) -> tuple[str, Literal["dcp", "huggingface", "folder"]]:
     """The path and the container of all entries together."""
     main = main_entry(path, entries)
     if main is not None and main.kind == "index":
@@ -94,12 +94,12 @@ def _whole(path: Location, entries: Sequence[Entry]) -> tuple[str, Literal["dcp"
     return name_of(path), "dcp" if metadata_names(path) else "folder"
 
 
-def _nbytes_of(member: Entry) -> int:
+def _nbytes_of(member: FolderEntry) -> int:
     """Bytes that are read of a file, or directory."""
     return nbytes_at(member.path) if member.kind == "checkpoint" else 0
 
 
-def verify_member(member: Entry, backend: BackendChoice, progress: Progress) -> VerifyReport:
+def verify_member(member: FolderEntry, backend: BackendChoice, progress: Progress) -> VerifyReport:
     """:func:`verify` for one of :func:`members_at`. Of an index, only that it is one is known."""
     if member.kind == "checkpoint":
         return verify_part(member.path, member.expected, backend, progress)

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastensor.backends import registry
 from fastensor.checkpoint.comparing import DamagedCheckpointError, VerifyReport
-from fastensor.checkpoint.folders import Entry
+from fastensor.checkpoint.folders import FolderEntry
 from fastensor.checkpoint.verify import members_at, verify_member
 from fastensor.cli.errors import in_flags
 from fastensor.cli.output import FAILED, FOREIGN_CODE, OK, UNCHECKED, print_json, print_table, printable
@@ -52,7 +52,7 @@ def _verify_all(file: str) -> Iterator[dict[str, Any]]:
         yield _verify(str(member.path), member)
 
 
-def _verify(file: str, member: Entry) -> dict[str, Any]:
+def _verify(file: str, member: FolderEntry) -> dict[str, Any]:
     try:
         with progress_bar(printable(file)) as progress:
             report = verify_member(member, registry.AUTO, progress)

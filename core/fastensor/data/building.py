@@ -11,7 +11,7 @@ from fastensor.data import sidecar as sidecars
 from fastensor.data import snapshot as snapshots
 from fastensor.data.pages import MOST_FILE_NBYTES, Tree
 from fastensor.data.sidecar import Columns
-from fastensor.data.snapshot import Snapshot
+from fastensor.data.snapshot import DatabaseSnapshot
 from fastensor.data.walk import Progress, TreeReader
 from fastensor.errors import CorruptDatasetError, UnknownKeyError, UnsupportedDatasetError
 from fastensor.files.atomic import NewFile
@@ -25,7 +25,7 @@ _logger = logging.getLogger("fastensor")
 
 
 def kept_or_built(
-    fd: int, snapshot: Snapshot, name: bytes | None, sidecar: Sidecar, progress: Progress | None
+    fd: int, snapshot: DatabaseSnapshot, name: bytes | None, sidecar: Sidecar, progress: Progress | None
 ) -> tuple[Columns, str | None]:
     """The index of a database, from a sidecar, or read from the data and kept in a sidecar.
 
@@ -83,7 +83,7 @@ def _places(path: str, name: bytes | None, sidecar: Sidecar) -> list[str]:
     return [os.fspath(sidecar)]
 
 
-def _kept(place: str, snapshot: Snapshot, name: bytes | None) -> Columns | None:
+def _kept(place: str, snapshot: DatabaseSnapshot, name: bytes | None) -> Columns | None:
     """The index that a sidecar keeps, if it can be read and is the index of this snapshot."""
     try:
         with snapshots.opened(place) as fd:
@@ -92,7 +92,9 @@ def _kept(place: str, snapshot: Snapshot, name: bytes | None) -> Columns | None:
         return None
 
 
-def _build_at(place: str, fd: int, snapshot: Snapshot, name: bytes | None, progress: Progress | None) -> Columns:
+def _build_at(
+    place: str, fd: int, snapshot: DatabaseSnapshot, name: bytes | None, progress: Progress | None
+) -> Columns:
     os.makedirs(os.path.dirname(place), mode=0o700, exist_ok=True)
     with snapshots.naming(place), NewFile(place) as new:
         columns = _build(new.fd, fd, snapshot, name, progress)
@@ -100,7 +102,7 @@ def _build_at(place: str, fd: int, snapshot: Snapshot, name: bytes | None, progr
     return columns
 
 
-def _build(target: int, fd: int, snapshot: Snapshot, name: bytes | None, progress: Progress | None) -> Columns:
+def _build(target: int, fd: int, snapshot: DatabaseSnapshot, name: bytes | None, progress: Progress | None) -> Columns:
     """Read the trees of the data, and write the index into an empty file."""
     tree = _tree_of(fd, snapshot, name)
     if snapshot.nbytes > MOST_FILE_NBYTES:
@@ -115,7 +117,7 @@ def _build(target: int, fd: int, snapshot: Snapshot, name: bytes | None, progres
     return columns
 
 
-def _tree_of(fd: int, snapshot: Snapshot, name: bytes | None) -> Tree:
+def _tree_of(fd: int, snapshot: DatabaseSnapshot, name: bytes | None) -> Tree:
     """The tree of a database.
 
     Raises:

@@ -15,7 +15,7 @@ from fastensor.data import snapshot as snapshots
 from fastensor.data.building import Sidecar, kept_or_built
 from fastensor.data.pages import DUP_SORT, INTEGER_KEY, REVERSE_KEY, Ints, Tree, unpack_key
 from fastensor.data.sidecar import Columns
-from fastensor.data.snapshot import Pin, Snapshot
+from fastensor.data.snapshot import DatabaseSnapshot, Pin
 from fastensor.data.walk import Progress
 from fastensor.errors import CorruptDatasetError, DatasetChangedError, UnknownKeyError
 from fastensor.files import posix
@@ -105,7 +105,7 @@ class LmdbIndex:
     def __init__(
         self,
         fd: int,
-        snapshot: Snapshot,
+        snapshot: DatabaseSnapshot,
         columns: Columns,
         place: str | None,
         *,
@@ -237,7 +237,7 @@ def _reopened(cls: type[LmdbIndex], path: str, db: str | bytes | None, sidecar: 
     return index
 
 
-def _restored(cls: type[LmdbIndex], snapshot: Snapshot, columns: Columns, pinned: bool) -> LmdbIndex:
+def _restored(cls: type[LmdbIndex], snapshot: DatabaseSnapshot, columns: Columns, pinned: bool) -> LmdbIndex:
     for column in columns[1:]:
         column.flags.writeable = False
     with snapshots.opened(snapshot.path) as fd:
@@ -256,7 +256,7 @@ def _close(fd: int, pin: Pin | None) -> None:
         pin.close()
 
 
-def _fingerprint(snapshot: Snapshot, tree: Tree) -> str:
+def _fingerprint(snapshot: DatabaseSnapshot, tree: Tree) -> str:
     meta = snapshot.meta
     numbers = (snapshot.inode, snapshot.nbytes, snapshot.mtime_ns, meta.txnid, meta.main.root, tree.root)
     return "lmdb:" + "-".join(f"{number:x}" for number in numbers)

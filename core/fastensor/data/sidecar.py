@@ -20,7 +20,7 @@ from isal import isal_zlib
 from platformdirs import user_cache_path
 
 from fastensor.data.pages import Ints, Tree
-from fastensor.data.snapshot import Snapshot
+from fastensor.data.snapshot import DatabaseSnapshot
 from fastensor.data.walk import Records
 from fastensor.files import posix
 
@@ -57,7 +57,7 @@ def in_cache(path: str, name: bytes | None) -> str | None:
     return beside(str(folder / stem), name) if folder.is_absolute() else None
 
 
-def write(fd: int, snapshot: Snapshot, name: bytes | None, tree: Tree, records: Iterable[Records]) -> None:
+def write(fd: int, snapshot: DatabaseSnapshot, name: bytes | None, tree: Tree, records: Iterable[Records]) -> None:
     """Write an index into an empty file.
 
     Args:
@@ -79,7 +79,7 @@ def write(fd: int, snapshot: Snapshot, name: bytes | None, tree: Tree, records: 
     posix.write_fully(fd, memoryview(_header(snapshot, name, tree, crcs)), 0)
 
 
-def read(fd: int, snapshot: Snapshot, name: bytes | None, *, check: bool = True) -> Columns | None:
+def read(fd: int, snapshot: DatabaseSnapshot, name: bytes | None, *, check: bool = True) -> Columns | None:
     """Map an index.
 
     Args:
@@ -108,7 +108,7 @@ def read(fd: int, snapshot: Snapshot, name: bytes | None, *, check: bool = True)
     return Columns(tree, offsets, lengths, np.frombuffer(parts[2], np.uint64))
 
 
-def _header(snapshot: Snapshot, name: bytes | None, tree: Tree, crcs: list[int]) -> bytes:
+def _header(snapshot: DatabaseSnapshot, name: bytes | None, tree: Tree, crcs: list[int]) -> bytes:
     meta = snapshot.meta
     fixed = _FIXED.pack(
         _MAGIC,

@@ -22,7 +22,7 @@ _ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class DatabaseSnapshot:
     """A state of a file. Two are equal if the file is the same and nothing was written to it in between."""
 
     path: str
@@ -111,7 +111,7 @@ class naming:
             error.filename = self._path
 
 
-def take(fd: int, path: str, txnid: int | None = None) -> Snapshot:
+def take(fd: int, path: str, txnid: int | None = None) -> DatabaseSnapshot:
     """The newest state of a file; or the state that a transaction has committed.
 
     Args:
@@ -131,10 +131,10 @@ def take(fd: int, path: str, txnid: int | None = None) -> Snapshot:
         if not metas:
             raise DatasetChangedError(f"{path}: it has no meta page of transaction {txnid} any more")
     meta = max(metas, key=lambda meta: meta.txnid)
-    return Snapshot(path, status.st_ino, status.st_size, status.st_mtime_ns, meta)
+    return DatabaseSnapshot(path, status.st_ino, status.st_size, status.st_mtime_ns, meta)
 
 
-def read_unchanged(fd: int, path: str, read: Callable[[Snapshot], T]) -> tuple[Snapshot, T]:
+def read_unchanged(fd: int, path: str, read: Callable[[DatabaseSnapshot], T]) -> tuple[DatabaseSnapshot, T]:
     """Call a function with the newest snapshot of a file; returns its result and that snapshot. If the file is written
     to meanwhile, the function is called again.
 
@@ -208,7 +208,7 @@ class Pin:
             self._environment.close()
 
 
-def take_pinned(fd: int, path: str, pin: Pin) -> Snapshot:
+def take_pinned(fd: int, path: str, pin: Pin) -> DatabaseSnapshot:
     """The state of a file that a transaction pins: of the newest one, if writers have committed others since.
 
     Raises:

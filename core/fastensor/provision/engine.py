@@ -124,7 +124,7 @@ class Feed(Protocol):
         """Free what the service keeps for the loader."""
 
 
-class Engine(Protocol):
+class ServiceEngine(Protocol):
     """The client of a service, in one process. Any thread may use it, one at a time."""
 
     facts: Facts

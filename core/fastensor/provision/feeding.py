@@ -187,7 +187,7 @@ class Flow(Generic[P]):
 
 
 @dataclass(slots=True)
-class Stream(Flow[Batch]):
+class BatchStream(Flow[Batch]):
     """A loader whose batches are sent through a ring."""
 
     ring: SlotWriter = field(kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from fastensor.files.progress_bar import progress_bar
 from fastensor.provision.embedded.client import EmbeddedEngine
-from fastensor.provision.engine import Engine, EngineLost
+from fastensor.provision.engine import EngineLost, ServiceEngine
 
 _SECONDS = 0.2
 """Between two looks at the cache."""
@@ -23,7 +23,7 @@ def show_in_thread(engine: EmbeddedEngine) -> None:
         threading.Thread(target=_run, args=arguments, name="fastensor-service-bar", daemon=True).start()
 
 
-def _run(found: Callable[[], EmbeddedEngine | None], observer: Engine) -> None:
+def _run(found: Callable[[], EmbeddedEngine | None], observer: ServiceEngine) -> None:
     try:
         show(observer, lambda: (engine := found()) is None or engine.is_left)
     except EngineLost:
@@ -32,7 +32,7 @@ def _run(found: Callable[[], EmbeddedEngine | None], observer: Engine) -> None:
         observer.close()
 
 
-def show(observer: Engine, is_left: Callable[[], bool]) -> None:
+def show(observer: ServiceEngine, is_left: Callable[[], bool]) -> None:
     """Show the bar until the cache is filled.
 
     Args:

@@ -19,7 +19,7 @@ from fastensor.files.arguments import check_seconds, checks_keywords
 from fastensor.files.shown import record_repr
 from fastensor.files.words import counted
 from fastensor.provision.encoding import decode
-from fastensor.provision.engine import Engine, EngineLost, Feed, Pushed, Registration, Start
+from fastensor.provision.engine import EngineLost, Feed, Pushed, Registration, ServiceEngine, Start
 from fastensor.provision.metrics import Served, table
 from fastensor.provision.transfer import DeviceCopies
 
@@ -89,7 +89,7 @@ class ProvisionedLoader(EpochLoader):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ServiceEngine,
         registration: Registration,
         plan: EpochPlan,
         *,

@@ -21,7 +21,14 @@ from fastensor.files.shown import shown
 from fastensor.files.words import counted, human_size
 from fastensor.provision.embedded.client import SEVERAL, EmbeddedEngine
 from fastensor.provision.embedded.spec import packed
-from fastensor.provision.engine import DEFAULT_AHEAD, DEFAULT_BUFFER_NBYTES, Engine, EngineLost, Facts, Registration
+from fastensor.provision.engine import (
+    DEFAULT_AHEAD,
+    DEFAULT_BUFFER_NBYTES,
+    EngineLost,
+    Facts,
+    Registration,
+    ServiceEngine,
+)
 from fastensor.provision.filling import show_in_thread
 from fastensor.provision.loader import DEFAULT_TIMEOUT, ProvisionedLoader
 from fastensor.provision.making import UserObjects
@@ -54,7 +61,7 @@ class DataService:
         "metrics_port": "status() has the counts, and Ray exports those of engine='ray'",
     }
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ServiceEngine) -> None:
         self._engine = engine
         self._is_left = False
         self._loaders: WeakSet[ProvisionedLoader] = WeakSet()
@@ -130,7 +137,7 @@ class DataService:
         contents = UserObjects(found, before_cache, after_cache)
         job = os.environ.get(NAME_VARIABLE)
         of_job = processes.name_of_service("provision", job, facts.fingerprint, name)
-        joined: Engine
+        joined: ServiceEngine
         if engine == "ray":
             local_ray = processes.name_of_service("ray", job)
             joined = _ray().joined(facts, contents, of_job, address=address, local_ray=local_ray)

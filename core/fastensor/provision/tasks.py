@@ -14,7 +14,7 @@ from fastensor.data.plan import EpochPlan, Positions
 from fastensor.data.ring import Slot
 from fastensor.provision.cache import Cache
 from fastensor.provision.engine import Facts, Start
-from fastensor.provision.feeding import Batch, Orders, Preloading, Stream, key_of
+from fastensor.provision.feeding import Batch, BatchStream, Orders, Preloading, key_of
 from fastensor.provision.sample_cache import SampleCache
 from fastensor.provision.work import Done, Work
 
@@ -53,7 +53,7 @@ class Task:
     """Task of a worker: a batch for a loader, or samples for the cache."""
 
     number: int
-    stream: Stream | None
+    stream: BatchStream | None
     """Whom the batch is for. None: only samples are read."""
     batch: Batch | None
     """None: the samples are read for the cache only."""
@@ -107,7 +107,7 @@ class Tasks:
         if followed in (None, key_of(start.plan)) or followed not in map(key_of, plans):
             self._follow(start.plan, start.epoch * start.plan.n + start.consumed)
 
-    def left(self, loaders: Iterable[Stream]) -> None:
+    def left(self, loaders: Iterable[BatchStream]) -> None:
         """A loader has gone. If the cache has followed its order, and no other loader has that, it follows the order of
         one that is left, from the batch on that this one gets next.
 
@@ -129,7 +129,7 @@ class Tasks:
             self._preloading = Preloading(plan, position, size=size)
             self._cache_is_full = False
 
-    def next_batch(self, loaders: Iterable[Stream]) -> Task | None:
+    def next_batch(self, loaders: Iterable[BatchStream]) -> Task | None:
         """A batch for the loader that needs one most.
 
         Args:

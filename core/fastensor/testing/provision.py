@@ -17,7 +17,7 @@ import torch
 
 from fastensor.data.plan import EpochPlan
 from fastensor.provision.encoding import decode
-from fastensor.provision.engine import Engine, EngineLost, Feed, Pushed, Registration, Start
+from fastensor.provision.engine import EngineLost, Feed, Pushed, Registration, ServiceEngine, Start
 from fastensor.provision.sources import Source
 
 SAMPLES = 48
@@ -71,7 +71,7 @@ class StartEngine(Protocol):
         cache_nbytes: int,
         before_cache: Callable[[Any], Any] | None = None,
         after_cache: Callable[[Any], Any] | None = None,
-    ) -> Engine: ...
+    ) -> ServiceEngine: ...
 
 
 def draw_before(sample: Any) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class ProvisionTests:
         """Starts engines, which the fixture closes."""
         raise NotImplementedError("override the start fixture")
 
-    def kill(self, engine: Engine) -> None:
+    def kill(self, engine: ServiceEngine) -> None:
         """Kill the process of a server of an engine, and wait until it has ended."""
         raise NotImplementedError("override kill")
 

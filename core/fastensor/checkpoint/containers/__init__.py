@@ -110,7 +110,7 @@ class DirectoryContainer(Protocol):
         """:func:`fastensor.convert` to this container."""
 
 
-class Registered(NamedTuple):
+class RegisteredContainer(NamedTuple):
     """A container of files."""
 
     module: str
@@ -135,10 +135,10 @@ def _begins_as_legacy(start: bytes, nbytes: int) -> bool:
     return LEGACY_MAGIC in start[:LEGACY_MAGIC_WITHIN] or start.startswith(LEGACY_AS_TEXT) or is_tar(start)
 
 
-REGISTERED: dict[Container, Registered] = {
-    "torch": Registered("torch_file", _begins_as_torch),
-    "safetensors": Registered("safetensors_file", _begins_as_safetensors, SAFETENSORS_SUFFIX),
-    "legacy": Registered("legacy_file", _begins_as_legacy),
+REGISTERED: dict[Container, RegisteredContainer] = {
+    "torch": RegisteredContainer("torch_file", _begins_as_torch),
+    "safetensors": RegisteredContainer("safetensors_file", _begins_as_safetensors, SAFETENSORS_SUFFIX),
+    "legacy": RegisteredContainer("legacy_file", _begins_as_legacy),
 }
 OF_DIRECTORIES = {"dcp": "fastensor.checkpoint.dcp.container"}
 """Modules of containers by name. What they import is large."""

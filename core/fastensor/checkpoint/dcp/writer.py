@@ -52,7 +52,7 @@ from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, di
 from fastensor.checkpoint.directories import METADATA_NAME, SHARD_NAMES, is_metadata_name
 from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import locate
-from fastensor.checkpoint.outputs import Output, Stream
+from fastensor.checkpoint.outputs import Output, StreamOutput
 from fastensor.checkpoint.save_transaction import write_by_backend
 from fastensor.errors import CheckpointWriteError, FastensorError, UnsupportedContentError
 from fastensor.files import posix
@@ -358,7 +358,7 @@ class FastensorStorageWriter(FileSystemWriter):
         """Write a planned file. Returns the CRC32s of its storages; None if they are not known."""
         with self._created(name) as output:
             output.begin(plan.nbytes)
-            if isinstance(output, Stream):
+            if isinstance(output, StreamOutput):
                 return stream.write_stream(plan, output.write)
             transfer, checksums = write_by_backend(plan, output, [], backend=self.backend, durable=self.sync_files)
             if plan.checksums_first:

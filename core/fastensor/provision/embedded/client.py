@@ -38,7 +38,7 @@ _HEALTH_SECONDS = 30
 
 
 class EmbeddedEngine:
-    """See :class:`fastensor.provision.engine.Engine`.
+    """See :class:`fastensor.provision.engine.ServiceEngine`.
 
     Args:
         address: ``local:NAME``.

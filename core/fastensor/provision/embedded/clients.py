@@ -11,7 +11,7 @@ from fastensor.data.ring import Slot, SlotWriter
 from fastensor.data.serving import LocalClient
 from fastensor.provision.embedded.protocol import BatchReady, Credit, Refused, Register, Registered
 from fastensor.provision.engine import Cost
-from fastensor.provision.feeding import Batch, Stream
+from fastensor.provision.feeding import Batch, BatchStream
 from fastensor.provision.metrics import Served
 
 
@@ -20,7 +20,7 @@ class Client(LocalClient):
 
     def __init__(self, connection: Connection, number: int) -> None:
         super().__init__(connection, number)
-        self.stream: Stream | None = None
+        self.stream: BatchStream | None = None
         """Its loader."""
         self.collate_fn = b""
         """A pickle."""
@@ -28,7 +28,7 @@ class Client(LocalClient):
         """Counts of what it was sent."""
 
     @property
-    def registered(self) -> Stream:
+    def registered(self) -> BatchStream:
         """Its loader.
 
         Raises:
@@ -45,7 +45,7 @@ class Client(LocalClient):
         except (OSError, ValueError, MemoryError) as error:
             self.connection.send(Refused(f"there is no memory for batches: {error}"))
             return
-        self.stream, self.collate_fn = Stream(self.number, wanted.registration, ring=ring), wanted.collate_fn
+        self.stream, self.collate_fn = BatchStream(self.number, wanted.registration, ring=ring), wanted.collate_fn
         self.connection.send(Registered(), fd=ring.fd)
 
     def take_credit(self, credit: Credit) -> None:

@@ -48,7 +48,7 @@ from fastensor.provision.embedded.protocol import (
 from fastensor.provision.embedded.spec import facts_of
 from fastensor.provision.embedded.workers import WorkerProcess
 from fastensor.provision.engine import Cost, Start, cost_of_batch
-from fastensor.provision.feeding import Stream, batches_from
+from fastensor.provision.feeding import BatchStream, batches_from
 from fastensor.provision.placement import Placement, placements, worker_cpus
 from fastensor.provision.tasks import Task, Tasks
 from fastensor.provision.work import Done
@@ -135,7 +135,7 @@ class EmbeddedServer(LocalServer[Client]):
     # Workers
 
     @property
-    def _streams(self) -> list[Stream]:
+    def _streams(self) -> list[BatchStream]:
         """Streams of all loaders."""
         return [client.stream for client in self.clients.values() if client.stream is not None]
 

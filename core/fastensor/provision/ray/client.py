@@ -57,7 +57,7 @@ class Spec:
 
 
 class RayEngine:
-    """See :class:`fastensor.provision.engine.Engine`.
+    """See :class:`fastensor.provision.engine.ServiceEngine`.
 
     Args:
         name: of the service.
