@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import tempfile
+import zipfile
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
@@ -416,6 +417,26 @@ def test_a_model_in_legacy_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert command_line(capsys, "verify", tmp_path)[0] == UNCHECKED
     status, out, _ = command_line(capsys, "verify", "--allow-unchecked", tmp_path)
     assert (status, out.count("no checksums")) == (0, 2)
+
+
+def test_a_model_in_a_compressed_archive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All its bytes are compared. That it lacks what the index expects is not known, so it is not called intact."""
+    torch.save(state_of(1, 2), tmp_path / "model.tmp")
+    with (
+        zipfile.ZipFile(tmp_path / "model.tmp") as old,
+        zipfile.ZipFile(tmp_path / "pytorch_model-1.bin", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for record in old.namelist():
+            new.writestr(record, old.read(record))
+    (tmp_path / "model.tmp").unlink()
+    index = json.dumps({"weight_map": {"missing": "pytorch_model-1.bin"}})
+    (tmp_path / "pytorch_model.bin.index.json").write_text(index)
+    report = fastensor.verify(tmp_path)
+    assert (report.container, report.compared > 0, report.uncompared) == ("huggingface", True, 1)
+    assert not report.complete
+    assert "pytorch_model-1.bin" in report.not_compared
+    status, out, _ = command_line(capsys, "verify", tmp_path)
+    assert (status, "partly checked" in out) == (UNCHECKED, True)
 
 
 def test_an_index_of_a_variant(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class VerifyReport:
     """Size of these parts."""
     uncompared: int
     """Number of parts that carry no checksum. What is neither a checkpoint, nor a text, nor a link to a directory in
-    the folder, counts as one."""
+    the folder, counts as one; so does a file that does not say whether it holds what the index of its model expects."""
     seconds: float
     damage: tuple[Damage, ...] = ()
     """The parts that do not match."""

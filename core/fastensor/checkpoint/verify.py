@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -38,10 +38,11 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
 
     Returns:
         How much was compared. If ``complete`` is False, parts of the file carry no checksum: of these, only the
-        structure is known to be intact, and of a legacy file not even that, nor that it holds the tensors that the
-        index of its model expects in it. ``not_compared`` names the files of a folder of which that is true, and all
-        that are no checkpoints. A file that is intact is not safe for that reason: ``code`` lists what it names beyond
-        what ``weights_only=True`` allows.
+        structure is known to be intact, and of a legacy file not even that. It is False, too, if a file does not say
+        whether it holds the tensors that the index of its model expects in it: one that can only be loaded whole, or
+        has a dtype that torch lacks. ``not_compared`` names the files of a folder of which that is true, and all that
+        are no checkpoints. A file that is intact is not safe for that reason: ``code`` lists what it names beyond what
+        ``weights_only=True`` allows.
 
     Raises:
         FileNotFoundError: there is no such file, or one of the files of a model is missing.
@@ -115,8 +116,8 @@ def verify_part(path: Location, expected: Set[str] | None, backend: BackendChoic
 
     Args:
         path: of one of :func:`members_at`.
-        expected: the names of tensors that the file must hold, if not None, and if it says what it holds; a distributed
-            checkpoint is no such file.
+        expected: the names of tensors that the file must hold, if not None; a distributed checkpoint is no such file.
+            If the file does not say what it holds, the report is not complete.
         backend, progress: as there.
     """
     if expected is None and (container := container_at(path)):
@@ -124,6 +125,8 @@ def verify_part(path: Location, expected: Set[str] | None, backend: BackendChoic
     with opened(path) as file:
         report = verify_opened(file, backend, progress)
         if expected is not None:
-            with suppress(UnsupportedContentError):  # of a file that only torch can read, names are not known
+            try:
                 check_holds(file.where, read_catalog(file, verify=False).tensors, expected)
+            except UnsupportedContentError:  # the file does not say what it holds
+                report = replace(report, uncompared=max(report.uncompared, 1))
         return report
