@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import tempfile
 import zipfile
@@ -437,6 +438,18 @@ def test_a_model_in_a_compressed_archive(tmp_path: Path, capsys: pytest.CaptureF
     assert "pytorch_model-1.bin" in report.not_compared
     status, out, _ = command_line(capsys, "verify", tmp_path)
     assert (status, "partly checked" in out) == (UNCHECKED, True)
+
+
+def test_a_model_of_more_files_than_may_be_open_is_listed(tmp_path: Path) -> None:
+    save(tmp_path, 1, tensors=40, durable=False)
+    lowest, limits = os.dup(0), resource.getrlimit(resource.RLIMIT_NOFILE)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 20, limits[1]))
+    try:
+        found = [fastensor.inspect(tmp_path), fastensor.inspect(tmp_path / INDEX)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert [(one.container, len(one.tensors)) for one in found] == [("huggingface", 40)] * 2
 
 
 def test_an_index_of_a_variant(tmp_path: Path) -> None:

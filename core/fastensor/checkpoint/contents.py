@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from fastensor.backends import registry
 from fastensor.checkpoint.catalog import Catalog, Inspection, TensorInfo, refused_globals, ties_in
 from fastensor.checkpoint.cataloged import CatalogedFile, open_files
 from fastensor.checkpoint.containers import container_at
@@ -58,14 +59,36 @@ def open_checkpoint(entry: FolderEntry, stack: ExitStack, backend: BackendChoice
     return _OpenFiles(entry, stack, backend)
 
 
-class _OpenFiles:
-    """A file, or the files of a model. See :class:`OpenCheckpoint`."""
+def describe(entry: FolderEntry) -> Inspection:
+    """All that is known of a checkpoint without reading a tensor. A model may have more files than may be open: one of
+    them is open at a time.
 
-    def __init__(self, entry: FolderEntry, stack: ExitStack, backend: BackendChoice) -> None:
+    Raises:
+        Exception: as :func:`fastensor.inspect`.
+    """
+    with ExitStack() as stack:
+        if entry.kind == "index":
+            return _OpenFiles(entry, stack, registry.AUTO, keep=False).describe()
+        return open_checkpoint(entry, stack, registry.AUTO).describe()
+
+
+class _OpenFiles:
+    """A file, or the files of a model. See :class:`OpenCheckpoint`.
+
+    Args:
+        entry, stack, backend: as for :func:`open_checkpoint`.
+        keep: keep the files open until ``stack`` closes them. If False, each is closed before the next one is opened,
+            and no tensor can be read.
+    """
+
+    def __init__(self, entry: FolderEntry, stack: ExitStack, backend: BackendChoice, *, keep: bool = True) -> None:
         self._index = Path(str(entry.path)) if entry.kind == "index" else None
         self._about = {} if self._index is None else read_json(self._index)
         files = {entry.path: None} if self._index is None else located(files_in(self._index, self._about))
-        self._files = open_files(files, stack, verify=True)
+        self._files: list[CatalogedFile] = []
+        for location, expected in files.items():
+            with ExitStack() as closing:
+                self._files += open_files({location: expected}, stack if keep else closing, verify=True)
         self._stack = stack
         self._backend = backend
         self._readers: dict[str, LazyCheckpoint] = {}

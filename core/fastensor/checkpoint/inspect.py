@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Literal
 
-from fastensor.backends import registry
 from fastensor.checkpoint.catalog import Inspection
 from fastensor.checkpoint.comparing import with_notes
 from fastensor.checkpoint.containers import Container, container_of
-from fastensor.checkpoint.contents import open_checkpoint
+from fastensor.checkpoint.contents import describe
 from fastensor.checkpoint.directories import metadata_names, nbytes_at
 from fastensor.checkpoint.folders import (
     OTHER_KINDS,
@@ -69,7 +67,7 @@ def inspect_all(path: Location) -> tuple[Inspection, list[Exception]]:
     """
     entries = entries_at(path)
     if len(entries) == 1:
-        return _inspect_entry(entries[0]), []
+        return describe(entries[0]), []
     main, folder = main_entry(path, entries), folder_at(path)
     files: dict[str, Inspection] = {}
     failures: list[Exception] = []
@@ -84,17 +82,12 @@ def inspect_all(path: Location) -> tuple[Inspection, list[Exception]]:
     return _joined(name_of(path), files, main_name), failures
 
 
-def _inspect_entry(entry: FolderEntry) -> Inspection:
-    with ExitStack() as stack:
-        return open_checkpoint(entry, stack, registry.AUTO).describe()
-
-
 def _inspect_or_name(entry: FolderEntry) -> Inspection:
     """Contents of an entry of a folder; of what is no checkpoint, or can only be loaded whole, nothing but its size."""
     if entry.kind != "checkpoint" and entry.kind != "index":
         return _named(entry, entry.kind, entry.nbytes)
     try:
-        return _inspect_entry(entry)
+        return describe(entry)
     except UnsupportedContentError as error:
         return replace(_not_listed(entry), metadata={"not listed": str(error)})
 
