@@ -400,6 +400,14 @@ def test_values_that_would_become_infinite(capsys: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "y.pt").exists()
 
 
+def test_the_file_of_a_value_that_would_become_infinite_is_named(tmp_path: Path) -> None:
+    fastensor.save_sharded({"a": torch.ones(9), "w": torch.full((9,), 1e6)}, tmp_path / "model", shard_nbytes=40)
+    with pytest.raises(fastensor.UnsupportedContentError) as caught:
+        fastensor.convert(tmp_path / "model", tmp_path / "y.safetensors", dtype=torch.float16, rename={"w": "x"})
+    shard = tmp_path / "model" / "model-00002-of-00002.safetensors"
+    assert str(caught.value).startswith(f"{shard}: 'x': 9 finite values")
+
+
 class _Memory:
     """The bytes of a tensor that is there."""
 

@@ -223,7 +223,8 @@ class _Conversion:
         """The bytes of a tensor in the dtype that it gets."""
         dtype = self._source.tensors[name].dtype
         wanted = self._settings.cast(dtype)
-        return found if wanted == dtype else cast_bytes(found, dtype, wanted, f"{self._source.where}: {name!r}")
+        where = self._source.files.get(name, self._source.where)
+        return found if wanted == dtype else cast_bytes(found, dtype, wanted, f"{where}: {name!r}")
 
 
 _MAP_NORESERVE = 0x4000

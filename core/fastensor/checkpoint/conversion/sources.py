@@ -40,6 +40,8 @@ class ConversionSource:
     read: ReadTensors
     left_out: tuple[str, ...]
     """Names of what is not converted."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """The file of each tensor, by its new name, for messages. Those of a distributed checkpoint are not among them."""
     paths: tuple[Location, ...] = ()
     """Its files, and their index. Those of a distributed checkpoint are not among them."""
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -98,6 +100,7 @@ def _open_files(location: Location, settings: ConvertSettings, stack: ExitStack)
         where=where,
         tensors={name: one.tensor.info for name, one in tensors.items()},
         read=partial(_read, tensors, settings, stack),
+        files={name: one.file.where for name, one in tensors.items()},
         left_out=(*(name for one in selections for name in one.left_out), *lost),
         paths=(*([] if index is None else [index]), *(one.location for one in files)),
         metadata=metadata,
