@@ -174,15 +174,18 @@ def test_a_test_that_an_exception_ends_says_nothing(
     assert said() == []
 
 
-def test_a_checkpoint_callback_can_be_pickled_during_a_run(pl: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_callback_can_be_pickled_during_a_run(pl: Any, tmp_path: Path, asynchronous: bool) -> None:
     pickled: list[bytes] = []
 
     class Pickle(pl.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             pickled.append(pickle.dumps(trainer.checkpoint_callback))
 
-    fit(pl, tmp_path, FastensorCheckpointIO(), callbacks=[Pickle(), pl.callbacks.ModelCheckpoint()])
+    plugin = FastensorCheckpointIO(asynchronous=asynchronous)
+    fit(pl, tmp_path, plugin, callbacks=[Pickle(), pl.callbacks.ModelCheckpoint()])
     assert pickled
+    assert type(pickle.loads(pickled[0])) is pl.callbacks.ModelCheckpoint
 
 
 def test_objects_that_have_every_attribute_hold_no_plugin() -> None:

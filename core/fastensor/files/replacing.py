@@ -28,14 +28,18 @@ def replace_attribute(owner: Any, name: str, value: object) -> Callable[[], None
 
 
 def wrap_method(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """:func:`replace_attribute` for a function or method. The new one gets the original, and then the arguments."""
+    """:func:`replace_attribute` for a function or method. The new one gets the original, and then the arguments.
+
+    An object whose method is wrapped can be pickled if ``method`` can.
+    """
     original = getattr(owner, name)
+    call = functools.partial(method, original)
 
-    @functools.wraps(original)
-    def call(*arguments: Any, **options: Any) -> Any:
-        return method(original, *arguments, **options)
+    def bound(*arguments: Any, **options: Any) -> Any:
+        return call(*arguments, **options)
 
-    return replace_attribute(owner, name, call)
+    new = bound if isinstance(owner, type) else call  # the instances of a class are passed to functions alone
+    return replace_attribute(owner, name, functools.update_wrapper(new, original))
 
 
 @contextmanager
