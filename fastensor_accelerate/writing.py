@@ -6,13 +6,12 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate import Accelerator, DistributedType
-from torch.utils._pytree import tree_leaves
 
 import fastensor
 from fastensor.checkpoint import cooperative
 from fastensor.checkpoint.location import Location
+from fastensor.checkpoint.ties import dense_tensors_in
 from fastensor.errors import UnsupportedContentError
 from fastensor_accelerate.config import ConfigError, FastensorConfig
 from fastensor_accelerate.saving import StateSave
@@ -108,7 +107,7 @@ class StateWriter:
         """Write a file, called in all processes. What is not replicated by data parallel training is the main one's."""
         assert isinstance(path, str | os.PathLike)
         if os.path.basename(path).startswith("optimizer"):
-            replicated = tensors_in(obj)
+            replicated = list(dense_tensors_in(obj))
         else:
             replicated = [weight for model in self._accelerator._models for weight in model.parameters()]
         report = cooperative.save(obj, path, replicated=replicated, **options)
@@ -165,15 +164,10 @@ def _note_failure(saving: StateSave, write: Write, *args: Any, **options: Any) -
 def nbytes_of(value: object) -> int:
     """The bytes of the storages of all tensors in nested dicts and lists. Those that share a storage count once.
 
+    >>> import torch
     >>> shared = torch.zeros(6)
     >>> nbytes_of([{"a": shared, "b": shared[:2]}, (torch.zeros(1), "no tensor")])
     28
     """
-    storages = (tensor.untyped_storage() for tensor in tensors_in(value))
+    storages = (tensor.untyped_storage() for tensor in dense_tensors_in(value))
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-
-def tensors_in(value: object) -> list[torch.Tensor]:
-    """All dense tensors in nested dicts, lists and tuples, in order."""
-    leaves = tree_leaves(value)
-    return [one for one in leaves if isinstance(one, torch.Tensor) and one.layout == torch.strided]

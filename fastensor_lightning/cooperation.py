@@ -6,9 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_leaves
-
+from fastensor.checkpoint.ties import dense_tensors_in
 from fastensor.files.replacing import wrap_method
 from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
 from fastensor_lightning.shared_choice import is_data_parallel
@@ -43,8 +41,8 @@ def save_together(plugin: FastensorCheckpointIO, trainer: Any) -> Callable[[], N
         if plugin._leaves_to_rank_0(filepath) or _is_sharded(trainer.optimizers):
             stock(checkpoint, filepath, storage_options=storage_options)
         else:
-            states = tree_leaves(checkpoint.get("optimizer_states"))
-            replicated = [*trainer.lightning_module.parameters(), *filter(torch.is_tensor, states)]
+            states = dense_tensors_in(checkpoint.get("optimizer_states"))
+            replicated = [*trainer.lightning_module.parameters(), *states]
             plugin._save_together(checkpoint, filepath, storage_options, replicated)
 
     plugin._saves_together = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,8 +113,25 @@ def test_ranks_save_together(brand: str, tmp_path: Path) -> None:
     run(fit_and_resume, brand, tmp_path)
 
 
-def part_ways(pl: Any, rank: int, folder: Path) -> None:
-    """A rank's weights have changed outside of the optimizer. The monitor is the one that a Trainer gets by itself."""
+class Slots(dict):  # type: ignore[type-arg]
+    """What an optimizer of the user keeps for a weight."""
+
+
+def drift_of_weights(model: Any, rank: int) -> str:
+    """A rank's weights have changed outside of the optimizer."""
+    with torch.no_grad():
+        model.layers[0].weight += rank
+    return "state_dict.layers.0.weight"
+
+
+def drift_of_the_optimizer(model: Any, rank: int) -> str:
+    state, weight = model.optimizers().state, model.layers[0].weight
+    state[weight] = Slots(momentum_buffer=state[weight]["momentum_buffer"] + rank)
+    return "optimizer_states.0.state.0"
+
+
+def part_ways(drift: Callable[[Any, int], str], pl: Any, rank: int, folder: Path) -> None:
+    """The monitor is the one that a Trainer gets by itself."""
     plugin = FastensorCheckpointIO(cooperative=True)
     trainer = make_trainer(
         pl, folder, plugin, devices=2, strategy="ddp", max_steps=1, callbacks=[AutomaticMonitor()],
@@ -123,9 +141,8 @@ def part_ways(pl: Any, rank: int, folder: Path) -> None:
 
     class Drift(pl.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, *_: Any) -> None:
-            with torch.no_grad():
-                model.layers[0].weight += rank
-            with pytest.raises(fastensor.ReplicaMismatchError, match=r"rank 1 .*'state_dict.layers.0.weight'"):
+            name = drift(model, rank)
+            with pytest.raises(fastensor.ReplicaMismatchError, match=f"rank 1 .*'{name}'"):
                 trainer.save_checkpoint(folder / "x.ckpt")
             assert not (folder / "x.ckpt").exists()
 
@@ -133,8 +150,9 @@ def part_ways(pl: Any, rank: int, folder: Path) -> None:
     trainer.fit(model, loader(2))
 
 
-def test_ranks_that_have_parted(tmp_path: Path) -> None:
-    run(part_ways, BRANDS[0], tmp_path)
+@pytest.mark.parametrize("drift", [drift_of_weights, drift_of_the_optimizer])
+def test_ranks_that_have_parted(tmp_path: Path, drift: Callable[[Any, int], str]) -> None:
+    run(partial(part_ways, drift), BRANDS[0], tmp_path)
 
 
 def leave_to_rank_0(pl: Any, rank: int, folder: Path) -> None:

@@ -1,8 +1,9 @@
-"""Tensors of a state that share memory. Nothing of them is read."""
+"""The tensors of a state, and which of them share memory. Nothing of them is read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -12,6 +13,21 @@ from fastensor.stitch.areas import Area, overlapping
 from fastensor.stitch.safetensors import has_own_memory
 
 _SHOWN = 5
+
+
+def dense_tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """All dense tensors in nested dicts, lists, tuples and deques, and in those of their subclasses, in order.
+
+    >>> weight = torch.ones(4)
+    >>> [tensor.nbytes for tensor in dense_tensors_in([{"a": weight, "b": weight.to_sparse()}, (weight[:2], "text")])]
+    [16, 8]
+    """
+    if isinstance(value, torch.Tensor):
+        if value.layout == torch.strided:
+            yield value
+    elif isinstance(value, dict | list | tuple | deque):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from dense_tensors_in(inner)
 
 
 def area_of(tensor: torch.Tensor) -> Area | None:
