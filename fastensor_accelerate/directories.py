@@ -380,10 +380,11 @@ def _mark_obsolete(directory: str, staging: str) -> None:
 
 
 def _is_free(path: str) -> bool:
-    """True if there is nothing at a path. A directory that a script has made, and has written nothing to, goes."""
+    """True if the state can take a path whole: there is nothing, or a file or link of a script, which the state
+    replaces. A directory that a script has made, and has written nothing to, goes."""
     try:
         os.rmdir(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # where a link leads may be on another filesystem
         return True
     except OSError:  # also if it cannot be told: what is there may be the script's
         return False

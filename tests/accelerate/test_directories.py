@@ -338,6 +338,28 @@ def test_what_a_script_has_written_stays_whichever_call_fails(
     assert outcomes[-1] != mine
 
 
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_a_link_or_a_file_of_the_script_gives_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, exchanges: bool
+) -> None:
+    """The link may lead to another filesystem, to which no rename leads."""
+    if not exchanges:
+        monkeypatch.setattr(posix, "exchange", lambda one, two: False)
+    state = named(tmp_path)
+    stage(state)
+    write(tmp_path / "elsewhere", OLD)
+    if kind == "link":
+        os.symlink(tmp_path / "elsewhere", state.path)
+    else:
+        Path(state.path).write_text("mine")
+    state.publish(durable=True, link=False)
+    assert not os.path.islink(state.path)
+    assert content(Path(state.path)) == NEW
+    assert content(tmp_path / "elsewhere") == OLD
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "elsewhere"]
+
+
 def test_an_empty_directory_of_the_script_is_no_state_when_publishing_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
