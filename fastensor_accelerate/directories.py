@@ -218,9 +218,13 @@ def states_in(checkpoints: str) -> list[str]:
     Raises:
         FileNotFoundError: there is no such folder.
     """
-    folders = [entry.name for entry in os.scandir(checkpoints) if entry.is_dir()]
-    numbered = [(int(found[0]), name) for name in folders if (found := _NUMBER.findall(name))]
-    return [os.path.join(checkpoints, name) for _, name in sorted(numbered)]
+    paths = [os.path.join(checkpoints, name) for name in os.listdir(checkpoints)]
+    states = [path for path in paths if _NUMBER.search(path) and os.path.isdir(path)]
+    return sorted(states, key=lambda state: (_number_of(state), state))
+
+
+def _number_of(state: str) -> int:
+    return int(_NUMBER.findall(state)[0])
 
 
 def is_state(directory: str) -> bool:
@@ -350,11 +354,13 @@ def find_state(given: str, *, durable: bool) -> Path:
 
 
 def settle_states(checkpoints: str, *, durable: bool) -> None:
-    """:func:`find_state` for all states in Accelerate's folder, if it is there."""
+    """:func:`find_state` for the newest state in Accelerate's folder, if it is there. Several may have its number."""
     ordering.wait_to_read_directory(checkpoints)
     restore_replaced(checkpoints)
-    for name in _names_in(checkpoints):
-        finish(os.path.join(checkpoints, name), durable=durable)
+    states = states_in(checkpoints) if os.path.isdir(checkpoints) else []
+    for state in states:
+        if _number_of(state) == _number_of(states[-1]):
+            finish(state, durable=durable)
 
 
 def _twin_of(name: str) -> str | None:

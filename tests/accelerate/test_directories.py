@@ -26,6 +26,7 @@ from fastensor_accelerate.directories import (
     remove_leftovers,
     remove_state,
     restore_replaced,
+    settle_states,
     state_in,
     states_in,
     surplus,
@@ -471,3 +472,29 @@ def test_a_file_among_the_states_is_none_of_them(tmp_path: Path) -> None:
     (tmp_path / "checkpoint_1").mkdir()
     (tmp_path / "notes_0.txt").touch()
     assert states_in(str(tmp_path)) == [str(tmp_path / "checkpoint_1")]
+
+
+def test_states_that_are_not_the_newest_are_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two may have the highest number, and Accelerate loads one of them."""
+    for name in ("checkpoint_2", "checkpoint_3", "checkpoint_3_copy"):
+        write(tmp_path / name / ".fastensor-saved", NEW)
+    for name in ("loop", "loop_1"):
+        (tmp_path / name).symlink_to(name)
+    look = os.listdir
+
+    def settle(unreadable: str) -> None:
+        def refuse(path: Any) -> list[str]:  # root may look at everything
+            if unreadable in str(path):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return look(path)
+
+        with monkeypatch.context() as patches:
+            patches.setattr(os, "listdir", refuse)
+            settle_states(str(tmp_path), durable=True)
+
+    with pytest.raises(PermissionError, match="checkpoint_3"):
+        settle("checkpoint_3")
+    settle("checkpoint_2")
+    assert content(tmp_path / "checkpoint_3") == content(tmp_path / "checkpoint_3_copy") == NEW
+    assert finish(tmp_path / "checkpoint_2")
+    assert content(tmp_path / "checkpoint_2") == NEW
