@@ -18,6 +18,7 @@ from fastensor.checkpoint.save_transaction import ByTorch, Planner, SaveTransact
 from fastensor.errors import LayoutError
 from fastensor.files.arguments import check_flags, checks_keywords, did_you_mean
 from fastensor.select.transfer import BackendChoice
+from fastensor.stitch import safetensors, torch_zip  # here, since a signal handler may interrupt a later import
 from fastensor.stitch.signatures import is_safetensors_name
 from fastensor.stitch.source import Plan
 
@@ -195,8 +196,6 @@ class SaveSettings:
         return self._torch_planner(obj) if kind == "torch" else lambda fallbacks: self.plan(obj, kind)
 
     def _torch_planner(self, obj: object) -> Planner:
-        from fastensor.stitch import torch_zip
-
         def plan(fallbacks: list[Fallback]) -> Plan | ByTorch:
             try:
                 if replaced := torch_zip.replaced_save():  # a wrapper or mock, which is to be called
@@ -210,18 +209,14 @@ class SaveSettings:
         return plan
 
     def plan(self, obj: object, kind: SavedContainer) -> Plan:
-        """The layout of the file of an object. The module of its container is imported now.
+        """The layout of the file of an object.
 
         Raises:
             LayoutError: torch writes files otherwise than is known here.
             Exception: as :func:`save`, for the object.
         """
         if kind == "torch":
-            from fastensor.stitch import torch_zip
-
             return torch_zip.plan(obj, pickle_module=self.pickle_module, pickle_protocol=self.pickle_protocol)
-        from fastensor.stitch import safetensors
-
         return safetensors.plan(obj, metadata=self.metadata, checksums=self.checksums)
 
 
