@@ -15,11 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastensor.errors import BackendUnavailableError
 from fastensor.select.choice import Choice
 from fastensor.select.context import Context
 from fastensor.select.dictionary import MOST_NBYTES, MOST_SAMPLES, Change, Dictionary, DictionaryError, Key, Timing
 from fastensor.select.selector import CREDIT_SECONDS, SHARE, Selector
 from fastensor.select.sizes import Line, bucket_of, size_of
+from fastensor.select.transfer import Transfer
 from fastensor.select.winners import winners
 
 MIB = 1 << 20
@@ -265,6 +267,61 @@ def test_a_choice_answers_no_other_question() -> None:
     selector.adopt(known(NUMPY_WINS))
     assert choice.backend == "direct"
     assert selector.choose(MIB, WRITE, ("direct", "numpy"), default=PRIOR).backend == "numpy"
+
+
+# --- candidates that cannot
+
+
+@pytest.mark.parametrize("unable", ["gds", "direct"])
+def test_what_cannot_work_has_no_say(unable: str) -> None:
+    """Choices, tries and their costs are as if it were no candidate, however fast it is known to be; and the others are
+    asked only when they are chosen."""
+    asked: set[str] = set()
+
+    def can(name: str) -> bool:
+        asked.add(name)
+        return name != unable
+
+    times = fixed(gds=0.1, direct=1.0, numpy=1.5)
+    candidates, choices = ("direct", "gds", "numpy"), []
+    learned, expected = (Selector(known_to_be_fast(times, uses=30)) for _ in range(2))
+    for _ in range(100):
+        transfer = Transfer(candidates, 1 << 30, WRITE, learned, default=PRIOR, can=can)
+        transfer.done(times(transfer.used))
+        choices.append(transfer.choice)
+    left = [name for name in candidates if name != unable]
+    assert [one.backend for one in choices] == run(expected, times, 100, 1 << 30, candidates=left)
+    assert learned.statistics() == expected.statistics()
+    assert learned.explain(1 << 30, WRITE, default=PRIOR) == expected.explain(1 << 30, WRITE, default=PRIOR)
+    assert len({id(one) for one in choices}) < 0.4 * len(choices), "the others were looked up"
+    assert asked == {"gds", "direct", *(one.backend for one in choices)}
+
+
+def known_to_be_fast(seconds: Callable[[str], float], uses: int) -> Dictionary:
+    dictionary = Dictionary()
+    for name in ("direct", "gds"):
+        for _ in range(uses):
+            dictionary.apply(Change(WRITE, 1 << 30, name, seconds(name)))
+    return dictionary
+
+
+def test_what_can_again_is_chosen_again() -> None:
+    selector, able = Selector(known(fixed(gds=0.1, direct=1.0, numpy=1.5, torch=2.0)), explore=False), {"direct"}
+    used = []
+    for _ in range(20):
+        used.append(Transfer(("direct", "gds"), MIB, WRITE, selector, default=PRIOR, can=able.__contains__).used)
+        able |= {"gds"}
+    assert (used[0], used[-1]) == ("direct", "gds")
+
+
+def test_where_none_can_the_fallbacks_follow() -> None:
+    selector = Selector(known(PRIOR_WINS))
+    transfer = Transfer(ALL, MIB, WRITE, selector, default=PRIOR, fallbacks=("torch",), can={"torch"}.__contains__)
+    assert transfer.used == "torch"
+    with pytest.raises(BackendUnavailableError, match="no backend can do it"):
+        Transfer(ALL, MIB, WRITE, selector, default=PRIOR, fallbacks=("torch",), can=lambda name: False)
+    selector.failed(MIB, WRITE, "direct", "it failed")
+    assert Transfer(("direct", "gds"), MIB, WRITE, selector, can={"direct"}.__contains__).used == "direct"
 
 
 # --- the property: what exploring may cost

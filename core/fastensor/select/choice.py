@@ -30,6 +30,8 @@ class Choice(NamedTuple):
     """The time that the prior is expected to take; None if the prior was chosen."""
     risk_seconds: float = 0.0
     """Expected seconds of a try beyond those of the best backend."""
+    compared: tuple[str, ...] = ()
+    """The backends with which it was compared: the best one, and the prior."""
 
     def __str__(self) -> str:
         return f"{self.backend}: {self.reason}"

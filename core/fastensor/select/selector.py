@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple, get_args
 
+from fastensor.errors import BackendUnavailableError
 from fastensor.files.arguments import as_nbytes, check_flags, check_word, checks_keywords
 from fastensor.files.forks import lock_of
 from fastensor.files.shown import shown
@@ -76,6 +77,8 @@ class _History:
     """The candidates of the latest choice."""
     failed: dict[str, str] = field(default_factory=dict)
     """Backends that have failed, and the reasons."""
+    unable: set[str] = field(default_factory=set)
+    """Candidates that could not when the latest choice was made."""
     uses: int = 0
     """Number of choices that might have been tries."""
     tried_at: dict[str, int] = field(default_factory=dict)
@@ -192,6 +195,7 @@ class Selector:
         default: str | None = None,
         *,
         learn: bool = True,
+        can: Callable[[str], bool] = lambda name: True,
     ) -> Choice:
         """Choose the backend of one transfer.
 
@@ -202,13 +206,20 @@ class Selector:
             mode: what a file is written for; None means the selector's own mode. Ignored for reads.
             default: the prior, used while nothing is known; None means the first candidate in the paper's order.
             learn: whether the time will be recorded. If not, no backend is tried.
+            can: whether a candidate can move them. Only those are asked that would be chosen, or compared with the
+                choice; the choice is as if the others were no candidates.
+
+        Raises:
+            ValueError: there are no candidates.
+            BackendUnavailableError: none of them can.
         """
         question = _Question(tuple(candidates), mode or self.mode, default, self.explore and learn, self.paper)
         key = Key(context, bucket_of(as_nbytes(nbytes, "nbytes")))
         with self._lock:
             history = self._histories[key]
             history.candidates = question.candidates
-            choice = self._looked_up(history, question) or self._choose_anew(key, history, question)
+            found = self._looked_up(history, question)
+            choice = found if found and can(found.backend) else self._choose_anew(key, history, question, can)
             history.uses += question.explore
             if history.standing is not None:
                 history.standing.uses -= 1
@@ -338,10 +349,10 @@ class Selector:
         stands = one is not None and one.uses > 0 and self._dictionary.seconds <= one.until_seconds
         return one.choice if one is not None and stands and one.question == question else None
 
-    def _choose_anew(self, key: Key, history: _History, question: _Question) -> Choice:
+    def _choose_anew(self, key: Key, history: _History, question: _Question, can: Callable[[str], bool]) -> Choice:
         """A choice by what was learned. It stands as long as no try can become due, a few uses at most."""
-        choice, known = self._decide(key, history, question), self._dictionary
         history.standing = None
+        choice, known = self._decide_able(key, history, question, can), self._dictionary
         uses = min(known.at(key).uses // _GROWTH, _MOST_STANDING) if question.explore else _MOST_STANDING
         while uses > 1 and (choice.exploring or self._decide(key, history, question, ahead=uses).exploring):
             uses //= 2
@@ -349,6 +360,17 @@ class Selector:
             timing = known.at(key).timings.get(choice.backend)
             until = known.seconds + uses * timing.seconds if timing is not None else inf
             history.standing = _Standing(question, choice, uses, until)
+        return choice
+
+    def _decide_able(self, key: Key, history: _History, question: _Question, can: Callable[[str], bool]) -> Choice:
+        """The choice among those that can, and notes who cannot."""
+        history.unable.clear()
+        choice = self._decide(key, history, question)
+        while unable := {name for name in (choice.backend, *choice.compared) if not can(name)}:
+            history.unable |= unable
+            if history.unable.issuperset(question.candidates):
+                raise BackendUnavailableError(f"none of {', '.join(question.candidates)} can do it")
+            choice = self._decide(key, history, question)
         return choice
 
     def _decide(self, key: Key, history: _History, question: _Question, ahead: int = 0) -> Choice:
@@ -361,7 +383,8 @@ class Selector:
             raise ValueError("there is no backend to choose")
         check_word(question.mode, "mode", get_args(Mode))
         mode, explore, candidates = question.mode, question.explore, in_order(question.candidates)
-        possible = tuple(name for name in candidates if name not in history.failed) or candidates
+        able = tuple(name for name in candidates if name not in history.unable) or candidates
+        possible = tuple(name for name in able if name not in history.failed) or able
         prior = question.default if question.default in possible else possible[0]
         expected = self._expected(key, possible, mode, None if not explore or question.paper else prior)
         if explore and question.paper:
@@ -377,7 +400,9 @@ class Selector:
             best = self._best(key, history, prior, expected)
             if choice := self._next_try(key, history, possible, prior, best, expected, ahead):
                 return choice
-        return Choice(best, _why(key, mode, best, expected), prior_seconds=_break_even(expected, best, prior))
+        return Choice(
+            best, _why(key, mode, best, expected), prior_seconds=_break_even(expected, best, prior), compared=(prior,)
+        )
 
     def _expected(self, key: Key, possible: tuple[str, ...], mode: Mode, prior: str | None) -> _Expected:
         """The expected times by the dictionary that the mode names (Algorithm 1, lines 9 to 16). Until reads were
@@ -454,6 +479,7 @@ class Selector:
             best_seconds=expected.to_write[best],
             prior_seconds=expected.to_write[prior],
             risk_seconds=risks[name],
+            compared=(best, prior),
         )
 
     def _is_due(self, key: Key, history: _History, name: str, most_gap: int, ahead: int) -> bool:

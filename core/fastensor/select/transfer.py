@@ -179,11 +179,6 @@ class Transfer:
             self._selector.failed(self._nbytes, self._context, self.used, reason, seconds, self._latest)
 
     def _choose(self) -> Choice:
-        while (choice := self._next()) and self._can is not None and not self._can(choice.backend):
-            self._left.remove(choice.backend)
-        return choice
-
-    def _next(self) -> Choice:
         if not self._left:
             unexpected, self._unexpected = self._unexpected, None
             if unexpected is not None:
@@ -197,7 +192,14 @@ class Transfer:
             return Choice(self._left[0], "asked for")
         default = self._default if self._default in self._left else None
         contenders = [name for name in self._left if name not in self._fallbacks] or self._left
-        return self._selector.choose(self._nbytes, self._context, contenders, self._mode, default, learn=self._learn)
+        can = self._can or (lambda name: True)
+        try:
+            return self._selector.choose(
+                self._nbytes, self._context, contenders, self._mode, default, learn=self._learn, can=can
+            )
+        except BackendUnavailableError:  # none of them can
+            self._left = [name for name in self._left if name not in contenders]
+            return self._choose()
 
 
 def is_to_blame(error: Exception) -> bool:
