@@ -35,7 +35,7 @@ class Replacement(NewFile):
     is_synced = True
 
     def begin(self, nbytes: int) -> None:
-        """Reserve space for ``nbytes`` bytes.
+        """Reserve space for ``nbytes`` bytes, in whole blocks. Backends cut the file off behind its last byte.
 
         Raises:
             OSError: there is not enough space.

@@ -217,7 +217,7 @@ def write_text(path: str, text: str) -> None:
     """
     data = memoryview(text.encode())
     with closing(open_output(resolve_target(path))) as output:
-        output.begin(data.nbytes)
+        output.begin(0)  # space is reserved in whole blocks, which a backend would cut off
         output.write_at(data, 0)
         output.end()
         output.replace(durable=False)

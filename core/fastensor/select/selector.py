@@ -255,7 +255,7 @@ class Selector:
                     "measuring %s with %s (%s) has cost %s: it took %s; FASTENSOR_EXPLORE=0 measures nothing",
                     backend, human_size(nbytes), context, human_seconds(extra), human_seconds(seconds),
                 )  # fmt: skip
-            if extra or (choice is not None and choice.exploring):
+            if extra or choice is None or choice.exploring:
                 history.standing = None
             self._learn(Change(context, nbytes, backend, seconds, extra))
 
