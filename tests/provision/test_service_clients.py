@@ -53,6 +53,11 @@ NONSENSE = {
     "credit of a loader that is not registered": [Credit(0, 0, 0.0, [])],
     "a slot that is free": [REGISTER, Credit(0, 0, 0.0, [7])],
     "a loader without numbers": [Register(Registration(buffer_nbytes=NOTHING), b"")],
+    "a number of batches that is none": [Register(Registration(ahead=NOTHING), b"")],
+    "a second loader": [REGISTER, REGISTER],
+    "a slot that was not sent": [REGISTER, Start(EpochPlan(N, batch_size=8), 0, 0), Credit(0, 0, 0.0, [0])],
+    "a place in other samples": [REGISTER, Start(EpochPlan(10 * N), 0, 0)],
+    "no place": [REGISTER, Start(EpochPlan(N), 0, NOTHING)],
     "a plan of other samples": [Preload(Start(EpochPlan(N + 1), 0, 0))],
     "no plan": [Preload(NOTHING)],
 }

@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from fastensor.data.connection import Connection, ConnectionLost
-from fastensor.data.ring import Slot, SlotWriter
+from fastensor.data.ring import NO_SLOT, Slot, SlotWriter
 from fastensor.data.serving import LocalClient
+from fastensor.files.arguments import check_whole
 from fastensor.provision.embedded.protocol import BatchReady, Credit, Refused, Register, Registered
 from fastensor.provision.engine import Cost
-from fastensor.provision.feeding import Batch, BatchStream
+from fastensor.provision.feeding import BatchStream
 from fastensor.provision.metrics import Served
+from fastensor.provision.tasks import Task
 
 
 class Client(LocalClient):
@@ -39,7 +41,16 @@ class Client(LocalClient):
         return self.stream
 
     def register(self, wanted: Register) -> None:
-        """Serve a loader, if there is memory for its batches."""
+        """Serve a loader, if there is memory for its batches.
+
+        Raises:
+            ConnectionLost: it has one already.
+            TypeError, ValueError: a number makes no sense.
+        """
+        if self.stream is not None:
+            raise ConnectionLost("it has a loader already")
+        check_whole(wanted.registration.buffer_nbytes, "buffer_nbytes", at_least=1)
+        check_whole(wanted.registration.ahead, "ahead", at_least=1)
         try:
             ring = SlotWriter(wanted.registration.buffer_nbytes)
         except (OSError, ValueError, MemoryError) as error:
@@ -55,10 +66,20 @@ class Client(LocalClient):
         for sequence in credit.dropped:
             self.registered.ring.release(sequence)
 
-    def push(self, batch: Batch, slot: Slot, cost: Cost, fd: int | None) -> None:
-        """Send a batch, which is in a slot, or in memory of its own."""
-        self.served = self.served.with_batch(nbytes=slot.nbytes, **cost._asdict())
+    def push(self, task: Task, nbytes: int, cost: Cost, fd: int | None) -> None:
+        """Send a batch that was made, which is in its slot, or in memory of its own."""
+        batch, seconds = task.batch, time.monotonic() - task.begun_seconds
+        assert batch is not None
+        slot = self.registered.made(task.slot, nbytes, is_in_slot=fd is None, seconds=seconds)
+        self.served = self.served.with_batch(nbytes=nbytes, **cost._asdict())
         self.connection.send(BatchReady(batch.generation, batch.index, slot, cost), fd=fd)
+
+    def fail(self, task: Task, text: str) -> None:
+        """Say why a batch cannot be made."""
+        assert task.batch is not None
+        self.registered.free(task.slot)
+        slot, cost = Slot(NO_SLOT, 0, 0), Cost(0, 0, 0)
+        self.connection.send(BatchReady(task.batch.generation, task.batch.index, slot, cost, text))
 
     def status(self) -> dict[str, Any]:
         """State of its loader."""

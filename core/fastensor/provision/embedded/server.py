@@ -18,23 +18,23 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import time
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fastensor.data.connection import Connection, ConnectionLost, Message
 from fastensor.data.plan import EpochPlan
-from fastensor.data.ring import NO_SLOT, Slot, shared_memory
+from fastensor.data.ring import shared_memory
 from fastensor.data.serving import LocalServer
+from fastensor.files.arguments import check_whole
 from fastensor.provision.embedded import worker
 from fastensor.provision.embedded.clients import Client
 from fastensor.provision.embedded.forkserver import ForkServer, adopt_orphans
 from fastensor.provision.embedded.protocol import (
     AddLoader,
     AskStatus,
-    BatchReady,
     Broken,
     Credit,
     ForgetLoader,
@@ -47,7 +47,7 @@ from fastensor.provision.embedded.protocol import (
 )
 from fastensor.provision.embedded.spec import facts_of
 from fastensor.provision.embedded.workers import WorkerProcess
-from fastensor.provision.engine import Cost, Start, cost_of_batch
+from fastensor.provision.engine import Start, cost_of_batch
 from fastensor.provision.feeding import BatchStream, batches_from
 from fastensor.provision.placement import Placement, placements, worker_cpus
 from fastensor.provision.tasks import Task, Tasks
@@ -83,15 +83,8 @@ class EmbeddedServer(LocalServer[Client]):
         """Give work to workers, as long as there are both."""
         while self._workers:
             one = min(self._workers, key=lambda one: len(one.tasks))
-            if len(one.tasks) >= _TASKS_PER_WORKER:
+            if len(one.tasks) >= _TASKS_PER_WORKER or not self._give_some(one):
                 break
-            task = self._tasks.next_batch(self._streams)
-            if task is None and not one.tasks:
-                task = self._tasks.next_preload()
-            if task is None:
-                break
-            one.tasks[task.number] = task
-            self._tell(one, self._tasks.work_of(task))
         return False
 
     # Clients
@@ -105,14 +98,28 @@ class EmbeddedServer(LocalServer[Client]):
                 for one in self._workers:
                     self._introduce(client, one)
             case Start() as start:
+                self._check(start)
                 client.registered.begin(start, batches_from(start, self._tasks.orders))
                 self._tasks.start(start, self._plans)
             case Preload(start):
+                self._check(start)
                 self._tasks.start(start, self._plans)
             case Credit() as credit:
                 client.take_credit(credit)
             case other:
                 raise ConnectionLost(f"it sent {other!r}")
+
+    def _check(self, start: Start) -> None:
+        """
+        Raises:
+            ConnectionLost: the service has other samples than those of the plan.
+            TypeError, ValueError: this is no place in a plan.
+        """
+        replace(start.plan)  # who unpickles a plan does not check it
+        for name in ("epoch", "consumed", "index"):
+            check_whole(getattr(start, name), name, at_least=0)
+        if start.plan.n != self._facts.samples:
+            raise ConnectionLost(f"its plan is of {start.plan.n} samples, and the service has {self._facts.samples}")
 
     def dropped(self, client: Client) -> None:
         if client.stream is not None:
@@ -143,6 +150,25 @@ class EmbeddedServer(LocalServer[Client]):
     def _plans(self) -> list[EpochPlan]:
         """Plans of all loaders that have begun."""
         return [stream.plan for stream in self._streams if stream.plan is not None]
+
+    def _give_some(self, one: WorkerProcess) -> bool:
+        """Give a worker the work that is needed most. Returns whether there is some."""
+        if self._give(one, self._tasks.next_batch([])):  # what workers that have ended were to do
+            return True
+        waiting = [one for one in self.clients.values() if one.stream is not None and one.stream.has_credit]
+        waiting.sort(key=lambda client: client.registered.turn)
+        if any(self.do_for(client, partial(self._give_batch, one, client)) for client in waiting):
+            return True
+        return not one.tasks and self._give(one, self._tasks.next_preload())
+
+    def _give_batch(self, one: WorkerProcess, client: Client) -> bool:
+        return self._give(one, self._tasks.next_batch([client.registered]))
+
+    def _give(self, one: WorkerProcess, task: Task | None) -> bool:
+        if task is not None:
+            one.tasks[task.number] = task
+            self._tell(one, self._tasks.work_of(task))
+        return task is not None
 
     def _start_forkserver(self, places: Collection[int], *, prepares: bool) -> None:
         """Start the process that makes workers, and ask it for those of some places."""
@@ -240,11 +266,9 @@ class EmbeddedServer(LocalServer[Client]):
         client = self.clients.get(task.stream.number) if task.stream is not None else None
         if task.batch is None or client is None:
             return
-        seconds = time.monotonic() - task.begun_seconds
-        slot = client.registered.made(task.slot, done.nbytes, is_in_slot=fd is None, seconds=seconds)
         hits = int((task.offsets >= 0).sum()) - len(done.lost)
         cost = cost_of_batch(len(task.positions), hits, int(done.lengths.sum()), done.skipped)
-        self.do_for(client, partial(client.push, task.batch, slot, cost, fd))
+        self.do_for(client, partial(client.push, task, done.nbytes, cost, fd))
 
     def _fail(self, task: Task, text: str) -> None:
         """Tell a loader why a batch cannot be made. If samples could not be read for the cache, they are not read ahead
@@ -254,9 +278,7 @@ class EmbeddedServer(LocalServer[Client]):
         client = self.clients.get(task.stream.number) if task.stream is not None else None
         if task.batch is None or client is None:
             return
-        client.registered.free(task.slot)
-        failed = BatchReady(task.batch.generation, task.batch.index, Slot(NO_SLOT, 0, 0), Cost(0, 0, 0), text)
-        self.do_for(client, partial(client.connection.send, failed))
+        self.do_for(client, partial(client.fail, task, text))
 
     def _replace(self, one: WorkerProcess) -> None:
         """A worker has ended: start another one, and have done again what it was doing."""
