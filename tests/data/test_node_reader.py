@@ -199,9 +199,30 @@ def request_without_a_file(connection: Connection) -> None:
 
 
 def release_what_is_free(connection: Connection) -> None:
+    open_a_file(connection)
+    connection.send(Release([0]))
+
+
+def open_a_file(connection: Connection) -> None:
     with open("/proc/self/exe") as file:
         connection.send(Opening(Strategy("pread"), 1.0, 1 << 20), fd=file.fileno())
-    connection.send(Release([0]))
+
+
+def open_two_files(connection: Connection) -> None:
+    open_a_file(connection)
+    open_a_file(connection)
+
+
+def request(number: Any, extents: Any) -> Callable[[Connection], None]:
+    def talk(connection: Connection) -> None:
+        open_a_file(connection)
+        connection.send(Request(number, extents))
+
+    return talk
+
+
+def numbers(*found: float) -> Any:
+    return np.array(found, np.int64 if all(isinstance(one, int) for one in found) else np.float64)
 
 
 def announce_more_than_memory(connection: Connection) -> None:
@@ -214,7 +235,10 @@ def send_no_pickle(connection: Connection) -> None:
 
 NONSENSE = [
     open_nothing, say_what_is_no_message, request_without_a_file, release_what_is_free, announce_more_than_memory,
-    send_no_pickle,
+    send_no_pickle, open_two_files, request(1, "no extents"), request([], Extents(numbers(0), numbers(3))),
+    request(1, Extents(numbers(0, 5), numbers(3, 3, 3))), request(1, Extents(numbers(0), numbers(-1))),
+    request(1, Extents(numbers(-1), numbers(1))), request(1, Extents(numbers(0), numbers(1 << 62))),
+    request(1, Extents(numbers(0), numbers(0.5))),
 ]  # fmt: skip
 
 

@@ -42,6 +42,9 @@ from fastensor.data.serving import LocalClient, LocalServer
 
 _SLOT_NBYTES = 256 << 10
 """A slot has values of at most this many bytes together, or a quarter of the ring if that is less; but one at least."""
+_LONGEST_VALUE_NBYTES = 4 << 30
+"""A value of LMDB has less."""
+_LARGEST_FILE_NBYTES = 1 << 62
 _Key: TypeAlias = tuple[int, int, Strategy]
 """The device and the inode of a file, and how it is read."""
 
@@ -51,6 +54,18 @@ class Span(NamedTuple):
 
     first: int
     values: int
+
+
+def are_extents(found: object) -> bool:
+    """True if these are extents of one value or more, such as a file can have."""
+    if not isinstance(found, Extents):
+        return False
+    arrays = (found.offsets, found.lengths)
+    if any(type(one) is not np.ndarray or one.dtype != np.int64 or one.ndim != 1 for one in arrays):
+        return False
+    limits = (_LARGEST_FILE_NBYTES, _LONGEST_VALUE_NBYTES)
+    has_values = 0 < len(found.offsets) == len(found.lengths)
+    return has_values and all(one.min() >= 0 and one.max() < limit for one, limit in zip(arrays, limits, strict=True))
 
 
 def spans_of(lengths: Integers, nbytes: int) -> list[Span]:
@@ -231,8 +246,8 @@ class NodeServer(LocalServer[_Client]):
                 assert message.fd is not None
                 self._open(client, message.fd, opening)
             case Request(number, extents):
-                assert client.source is not None
-                assert len(extents)
+                if client.source is None or type(number) is not int or not are_extents(extents):
+                    raise ConnectionLost(f"it requested {extents!r}")
                 client.source.requested.append((client, number, extents))
                 client.pieces[number] = deque()
             case Wait() as wanted:
@@ -248,6 +263,8 @@ class NodeServer(LocalServer[_Client]):
 
     def _open(self, client: _Client, fd: int, opening: Opening) -> None:
         """Open a file for a client, and give it a ring."""
+        if client.ring is not None:
+            raise ConnectionLost("it opened a second file")
         try:
             client.ring = SlotWriter(opening.ring_nbytes)
             client.slot_nbytes = min(_SLOT_NBYTES, opening.ring_nbytes // 4)
