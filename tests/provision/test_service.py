@@ -33,10 +33,13 @@ from provision.datasets import (
 from torch.utils.data import DataLoader
 
 from fastensor.data import EpochPlan, processes
+from fastensor.data.connection import ConnectionLost
 from fastensor.errors import UnsupportedSampleError
 from fastensor.files import progress_bar
 from fastensor.provision import BatchError, DataService, ProvisionError
+from fastensor.provision.embedded import client
 from fastensor.provision.embedded.protocol import AskStatus, Hello, Status
+from fastensor.provision.engine import EngineLost, Registration
 from fastensor.provision.filling import show
 from fastensor.provision.loader import ProvisionedLoader
 from fastensor.provision.service import NAME_VARIABLE
@@ -525,6 +528,46 @@ def test_forked_children_are_answered_for_themselves(shared: DataService) -> Non
     )
     assert shared.status()["pid"] == pid
     assert sorted(ids(loader)) == list(range(N))
+
+
+def test_a_forked_child_that_has_not_reached_the_service_does_not_talk_for_its_parent(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = start()
+    clients = service.status()["clients"]
+
+    def child() -> int:
+        with monkeypatch.context() as cut_off:
+            cut_off.setattr(processes, "joined", failing(ConnectionLost("nobody is there")))
+            with pytest.raises(ProvisionError, match="nobody is there"):
+                service.preload()
+        return int(service.status()["clients"])
+
+    assert in_forked_child(child) == clients + 1
+
+
+def test_a_loader_of_a_service_of_somebody_else(shared: DataService, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "connected", failing(PermissionError("x belongs to user 1, not to user 2")))
+    with pytest.raises(ProvisionError, match="the data service x belongs to user 1, not to user 2"):
+        next(iter(shared.loader(8)))
+
+
+def test_a_ring_that_cannot_be_mapped(shared: DataService, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = client.EmbeddedEngine(shared.address)
+    monkeypatch.setattr(client, "SlotReader", failing(OSError(12, "no room")))
+    open_before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(EngineLost, match="no room"):
+        engine.register(Registration())
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == open_before
+    engine.close()
+
+
+def failing(error: Exception) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> Any:
+        raise error
+
+    return fail
 
 
 def test_samples_that_cannot_be_passed_on(start: Start, folder: Path) -> None:

@@ -8,9 +8,11 @@ import pickle
 import signal
 import subprocess
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from fastensor.data import processes
 from fastensor.data.connection import Connection, ConnectionLost, Conversation, Message
@@ -30,6 +32,8 @@ from fastensor.provision.embedded.protocol import (
 )
 from fastensor.provision.engine import EngineLost, Pushed, Registration, Start
 from fastensor.provision.pickling import pickling
+
+T = TypeVar("T")
 
 LOCAL = "local:"
 SEVERAL = "the embedded engine serves one machine: for several, start the service with engine='ray'"
@@ -74,7 +78,7 @@ class EmbeddedEngine:
             pickled = b"" if function is None else pickle.dumps(function)
         self._talking()  # or who has left would start it again
         with _conversation():
-            connection = self._said_hello(*processes.connected(self._name))
+            connection = self._reached(partial(processes.connected, self._name))
         return EmbeddedFeed(connection, Register(replace(registration, collate_fn=None), pickled), pid=self._pid)
 
     def preload(self, plan: EpochPlan, epoch: int) -> None:
@@ -87,13 +91,12 @@ class EmbeddedEngine:
             return dict(_answer(self._talking(), _HEALTH_SECONDS, Status).content.found)
 
     def recover(self) -> None:
-        before, self._process = self._lease, os.getpid()
+        before = self._lease
         try:
-            self._lease = self._said_hello(*processes.joined(self._name, self._start, self._seconds))
+            lease = self._reached(partial(processes.joined, self._name, self._start, self._seconds))
         except ConnectionLost as error:
             raise ProvisionError(f"there is no data service at {self.address}: {error}") from error
-        except PermissionError as error:
-            raise ProvisionError(f"the data service {error}") from error
+        self._lease, self._process = lease, os.getpid()  # not sooner, or a forked child would talk with its parent's
         if before is not None:
             before.close()  # not sooner, or what still runs might end
 
@@ -125,6 +128,17 @@ class EmbeddedEngine:
             raise ProvisionError(f"the data service cannot be started: {error}") from error
         self.has_started = self.has_started or started
         return started
+
+    def _reached(self, reach: Callable[[], tuple[Connection, Message]]) -> Connection:
+        """
+        Raises:
+            ConnectionLost: it is no data service, or none is there.
+            ProvisionError: it belongs to somebody else.
+        """
+        try:
+            return self._said_hello(*reach())
+        except PermissionError as error:
+            raise ProvisionError(f"the data service {error}") from error
 
     def _said_hello(self, connection: Connection, greeting: Message) -> Connection:
         """Note what the service says of itself. Keeps what it serves, so that this process, too, can start it again.
@@ -162,9 +176,7 @@ class EmbeddedFeed:
         with _conversation(connection):
             connection.send(wanted)
             answer = _answer(connection, processes.ANSWER_SECONDS, Registered)
-            assert answer.fd is not None
-            self._ring = SlotReader(answer.fd, writable=True)
-            os.close(answer.fd)
+            self._ring = _mapped(answer.fd, partial(SlotReader, writable=True))
 
     def start(self, start: Start) -> None:
         with _conversation(self._connection):
@@ -192,10 +204,7 @@ class EmbeddedFeed:
         ready: BatchReady = message.content
         content = memoryview(b"")
         if message.fd is not None:
-            try:
-                content = memoryview(mmap.mmap(message.fd, ready.slot.nbytes))
-            finally:
-                os.close(message.fd)
+            content = memoryview(_mapped(message.fd, lambda fd: mmap.mmap(fd, ready.slot.nbytes)))
         elif not ready.failure:
             content = self._ring.view(ready.slot)
         return Pushed(ready.generation, ready.number, content, ready.cost, ready.failure)
@@ -221,6 +230,21 @@ def checked_address(address: str) -> str:
     raise ProvisionError(
         f"expected the address of a data service, {LOCAL}NAME or ray:CLUSTER/NAME, found {address!r}; {SEVERAL}"
     )
+
+
+def _mapped(fd: int | None, mapped: Callable[[int], T]) -> T:
+    """Map memory whose descriptor has come, and close that.
+
+    Raises:
+        ConnectionLost: there is no room for it.
+    """
+    assert fd is not None
+    try:
+        return mapped(fd)
+    except OSError as error:
+        raise ConnectionLost(f"memory that it shares cannot be mapped: {error}") from error
+    finally:
+        os.close(fd)
 
 
 def _answer(connection: Connection, seconds: float, expected: type[Any]) -> Message:
