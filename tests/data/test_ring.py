@@ -8,6 +8,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -198,6 +199,16 @@ def test_what_is_no_message_ends_the_connection(
     os.write(ends[0].fileno(), struct.pack("<QQ", pickled_nbytes, 0) + sent)
     with pytest.raises(ConnectionLost, match=r"what it sent is no message|it sent a message of 1099511627776 bytes"):
         received(ends[1])
+
+
+def test_a_message_takes_memory_only_as_it_comes(ends: tuple[Connection, Connection]) -> None:
+    def resident_nbytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident_nbytes()
+    os.write(ends[0].fileno(), struct.pack("<QQ", 0, 1 << 30) + b"begin")
+    assert ends[1].receive() is None
+    assert resident_nbytes() - before < 1 << 28
 
 
 def test_a_connection_ends_although_a_forked_child_has_a_copy(ends: tuple[Connection, Connection]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -73,6 +74,12 @@ def test_a_client_that_sends_nonsense_is_dropped_alone(service: DataService, sen
     assert is_dropped(other)
     assert sorted(found + ids(batches)) == list(range(N))
     assert service.status()["clients"] == 2
+
+
+def test_a_client_that_announces_more_than_clients_send_is_dropped(service: DataService) -> None:
+    other = processes.reach(service.address.removeprefix("local:"))
+    os.write(other.fileno(), struct.pack("<QQ", 1 << 29, 0))
+    assert is_dropped(other)
 
 
 @pytest.mark.parametrize("said", [None, "hello", Hello(1, NOTHING)[:1]])

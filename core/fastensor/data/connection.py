@@ -22,12 +22,14 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
 _HEAD = struct.Struct("<QQ")
 """Bytes of the pickled object, and of the bytes behind it."""
 _LONGEST_NBYTES = 8 << 30
-"""The other end counts as lost if it announces a longer message. A value of LMDB has less than 4 GiB."""
+"""A value of LMDB has less than 4 GiB."""
 _ONE_FD_NBYTES = socket.CMSG_SPACE(array("i").itemsize)
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -63,6 +65,8 @@ class Connection:
     def __init__(self, endpoint: socket.socket) -> None:
         endpoint.setblocking(False)
         self._socket = endpoint
+        self.longest_nbytes = _LONGEST_NBYTES
+        """The other end counts as lost if it announces a longer message."""
         self._hang_up = weakref.finalize(self, _hang_up, endpoint, os.getpid())
         self._hang_up.atexit = False  # the kernel closes it then
         self._unsent: deque[tuple[memoryview, int | None]] = deque()
@@ -158,9 +162,10 @@ class Connection:
             self._filled = 0
             if self._into is None:
                 self._pickled_nbytes, nbytes = _HEAD.unpack(self._head)
-                if self._pickled_nbytes + nbytes > _LONGEST_NBYTES:
+                if self._pickled_nbytes + nbytes > self.longest_nbytes:
                     raise ConnectionLost(f"it sent a message of {self._pickled_nbytes + nbytes} bytes")
-                self._into = memoryview(bytearray(self._pickled_nbytes + nbytes))
+                # unlike a bytearray, it takes memory only as it is filled: who claims much has sent nothing yet
+                self._into = np.empty(self._pickled_nbytes + nbytes, np.uint8).data
                 continue
             try:
                 content = pickle.loads(into[: self._pickled_nbytes])

@@ -16,12 +16,16 @@ from fastensor.provision.feeding import BatchStream
 from fastensor.provision.metrics import Served
 from fastensor.provision.tasks import Task
 
+_LONGEST_NBYTES = 256 << 20
+"""Clients send no longer messages: pickles of functions, and numbers."""
+
 
 class Client(LocalClient):
     """It has a loader, or none: then it keeps the server alive, and asks."""
 
     def __init__(self, connection: Connection, number: int) -> None:
         super().__init__(connection, number)
+        connection.longest_nbytes = _LONGEST_NBYTES
         self.stream: BatchStream | None = None
         """Its loader."""
         self.collate_fn = b""
