@@ -182,6 +182,15 @@ def test_a_descriptor_comes_with_its_message(ends: tuple[Connection, Connection]
     os.close(reading)
 
 
+def test_several_descriptors_at_once_are_refused_and_closed(ends: tuple[Connection, Connection]) -> None:
+    open_before = len(os.listdir("/proc/self/fd"))
+    with socket.socket(fileno=os.dup(ends[0].fileno())) as endpoint:
+        socket.send_fds(endpoint, [b"x"], [0, 1])
+    with pytest.raises(ConnectionLost, match="2 descriptors"):
+        ends[1].receive()
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
 def test_the_end_of_the_other_process_is_noticed(ends: tuple[Connection, Connection]) -> None:
     ends[0].send("last")
     ends[0].close()

@@ -224,14 +224,26 @@ class Connection:
             raise ConnectionLost(str(error)) from error
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                _close(self._fd)
-                (self._fd,) = array("i", data)
+                self._keep(array("i", data))
         if flags & socket.MSG_CTRUNC:
             raise ConnectionLost("a descriptor that came could not be received: too many files are open")
         if count == 0:
             raise ConnectionLost("the other end is closed")
         self._filled += count
         return True
+
+    def _keep(self, fds: array[int]) -> None:
+        """Keep a descriptor that has come.
+
+        Raises:
+            ConnectionLost: these are several. They are closed.
+        """
+        _close(self._fd)
+        self._fd = fds[0] if len(fds) == 1 else None
+        if len(fds) > 1:
+            for fd in fds:
+                _close(fd)
+            raise ConnectionLost(f"it sent {len(fds)} descriptors at once")
 
 
 class Conversation:
