@@ -242,6 +242,18 @@ NONSENSE = [
 ]  # fmt: skip
 
 
+def test_programs_that_a_service_starts_get_no_socket_of_it(node: NodeReader) -> None:
+    process = Path(f"/proc/{node.pid}")
+    infos = [
+        (process / "fdinfo" / fd.name).read_text()
+        for fd in (process / "fd").iterdir()
+        if os.readlink(fd).startswith("socket:")
+    ]
+    flags = [int(re.findall(r"flags:\s*(\d+)", info)[0], 8) for info in infos]
+    assert flags
+    assert all(flag & os.O_CLOEXEC for flag in flags)
+
+
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("talk", NONSENSE)
 def test_a_client_that_talks_nonsense_is_dropped_alone(

@@ -23,8 +23,11 @@ _START = """
 import importlib, json, os, sys
 if os.fork():
     os._exit(0)
+fds = json.loads(sys.argv[1])
+for fd in fds:
+    os.set_inheritable(fd, False)  # programs that the service starts get none
 sys.path[:] = json.loads(sys.argv[3])
-importlib.import_module(sys.argv[2]).main(*json.loads(sys.argv[1]))
+importlib.import_module(sys.argv[2]).main(*fds)
 """
 """The program of the process. It forks and leaves its parent: it may outlive the process that has started it, which
 would otherwise have to wait for it."""
