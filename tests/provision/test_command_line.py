@@ -128,6 +128,27 @@ class Kept:
         pass
 
 
+def test_an_interrupt_while_the_address_is_said_ends_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "interrupted.py").write_text(SAMPLES)
+    monkeypatch.syspath_prepend(tmp_path)
+    source, said = "interrupted:samples", []
+
+    def say(address: str) -> None:
+        said.append(address)
+        raise KeyboardInterrupt
+
+    name = f"{os.getpid()}-interrupted"
+    wanted = services.Wanted(source, 1 << 20, 1, None, None, 0, "", name, "embedded", "")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert services.up(wanted, say) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(said) == 1
+
+
 @pytest.fixture
 def keep(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Thread, services._Supervisor]:
     """An address that is kept, the thread that keeps it, and what has the connections that it leaves open."""

@@ -86,8 +86,8 @@ def up(wanted: Wanted, started: Callable[[str], None] = _say) -> int:
         supervisor = _Supervisor(service.address)
         left.callback(supervisor.close)  # after the service was left: each `down` waits for that
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        started(service.address)
         with suppress(KeyboardInterrupt):
+            started(service.address)
             supervisor.keep(service)
     return OK
 
