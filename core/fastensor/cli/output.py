@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 OK, FAILED, USAGE, UNCHECKED, FOREIGN_CODE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 _NO_STYLES: Mapping[str, str] = {}

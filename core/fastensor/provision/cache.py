@@ -23,7 +23,7 @@ SLAB_NBYTES = 64 << 20
 
 
 class CacheExtent(NamedTuple):
-    """CacheExtent of a sample in the cache."""
+    """Where the bytes of a sample are in the cache."""
 
     offset: int
     nbytes: int
