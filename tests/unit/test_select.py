@@ -269,6 +269,13 @@ def test_a_choice_answers_no_other_question() -> None:
     assert selector.choose(MIB, WRITE, ("direct", "numpy"), default=PRIOR).backend == "numpy"
 
 
+def test_a_mode_that_there_is_not_is_refused_where_it_is_set() -> None:
+    selector = Selector(mode="read")
+    with pytest.raises(ValueError, match=r"mode is one of .*, found 'writes'; did you mean 'write'"):
+        selector.mode = "writes"
+    assert selector.mode == "read"
+
+
 # --- candidates that cannot
 
 

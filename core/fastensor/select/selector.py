@@ -154,14 +154,12 @@ class Selector:
         on_change: Callable[[Change], None] = lambda change: None,
     ) -> None:
         check_flags(explore=explore, paper=paper)
-        check_word(mode, "mode", get_args(Mode))
         if not isinstance(dictionary, Dictionary | None):
             raise TypeError(f"dictionary is a fastensor.Dictionary or None, found {dictionary!r}")
         self._dictionary = Dictionary() if dictionary is None else dictionary
         self.explore = explore
         """True if backends are tried, and timings learned. May be changed at any time."""
-        self.mode: Mode = mode
-        """Purpose of files that are written. May be changed at any time."""
+        self.mode = mode
         self.paper = paper
         """True if the paper's Algorithm 1 explores. May be changed at any time."""
         self._on_change = on_change
@@ -179,6 +177,16 @@ class Selector:
         with self._lock:
             known, moved = len(self._dictionary), self._counts.total()
         return f": {how}, mode {self.mode!r}, {counted(known, 'sizes')} known, {counted(moved, 'transfers')}"
+
+    @property
+    def mode(self) -> Mode:
+        """Purpose of files that are written. May be changed at any time."""
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: Mode) -> None:
+        check_word(mode, "mode", get_args(Mode))
+        self._mode: Mode = mode
 
     @property
     def dictionary(self) -> Dictionary:
