@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from fastensor.backends.memory import MADV_WIPEONFORK, map_private, populate
+from fastensor.files.forks import first_in_children
 from fastensor.files.words import human_size
 
 BUFFER_NBYTES = 4 << 20
@@ -366,7 +367,7 @@ def _forget_parent() -> None:
         pool._forget()
 
 
-os.register_at_fork(after_in_child=_forget_parent)
+first_in_children(_forget_parent)
 
 transfer_buffers = BufferPool()
 """Buffers for single saves and loads. Transfers that run at once map more buffers than the pool keeps."""

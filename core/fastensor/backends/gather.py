@@ -19,6 +19,7 @@ from fastensor.backends.buffers import BUFFER_COUNT, BUFFER_NBYTES
 from fastensor.backends.copier import Checksums, copy_header
 from fastensor.backends.device_crc32 import PendingCrc32s
 from fastensor.backends.streams import Copies, Event, wait_for
+from fastensor.files.forks import first_in_children
 from fastensor.stitch.image import Header, Payload, Piece
 from fastensor.stitch.source import Plan, check_size
 
@@ -208,4 +209,4 @@ def _forget_parent() -> None:
     _idle.clear()
 
 
-os.register_at_fork(after_in_child=_forget_parent)
+first_in_children(_forget_parent)

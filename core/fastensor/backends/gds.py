@@ -34,6 +34,7 @@ from fastensor.backends.threads import NoThreadsError, finish, submit, uninterru
 from fastensor.backends.to_device import DeviceTarget, read_through_host
 from fastensor.errors import BackendUnavailableError
 from fastensor.files import posix
+from fastensor.files.forks import first_in_children
 from fastensor.stitch.source import Plan, Source
 
 DRIVER = "libcuda.so.1"
@@ -197,7 +198,7 @@ class _Kvikio:
 
 
 _kvikio = _Kvikio()
-os.register_at_fork(after_in_child=_kvikio.forked)
+first_in_children(_kvikio.forked)
 
 
 def _why_not_yet() -> str:

@@ -7,7 +7,6 @@ needs their bytes on the host waits for an event. Tests put a model of a device 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from fastensor.backends.threads import uninterrupted
+from fastensor.files.forks import first_in_children
 
 
 class Event(Protocol):
@@ -257,4 +257,4 @@ def _side_stream(device: torch.device, purpose: str) -> Any:
     return _side_streams[key]
 
 
-os.register_at_fork(after_in_child=_side_streams.clear)
+first_in_children(_side_streams.clear)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from fastensor.files import posix
 from fastensor.files.afterwards import do_afterwards
+from fastensor.files.forks import first_in_children
 
 _BLOCK_NBYTES = 512
 """The unit of ``st_blocks`` (stat(2))."""
@@ -107,4 +108,4 @@ def _forget() -> None:
                 os.close(job.fd)
 
 
-os.register_at_fork(after_in_child=_forget)
+first_in_children(_forget)

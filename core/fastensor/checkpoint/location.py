@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 from weakref import WeakSet
 
 from fastensor.errors import UnknownFilesystemError, caught_as
+from fastensor.files.forks import first_in_children
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -101,7 +102,7 @@ def _keep_those_of_parent() -> None:
     _used.clear()
 
 
-os.register_at_fork(after_in_child=_keep_those_of_parent)
+first_in_children(_keep_those_of_parent)
 
 
 def name_of(location: Location) -> str:

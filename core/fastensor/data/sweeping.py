@@ -18,6 +18,7 @@ from itertools import takewhile
 from fastensor.data.engines.buffered import advise
 from fastensor.files import posix
 from fastensor.files.budgets import available_memory
+from fastensor.files.forks import first_in_children
 
 _MOST_OF_MEMORY = 0.5
 """The files that a process sweeps may take this part of the memory that is available, so that the pages of others
@@ -156,4 +157,4 @@ def _close_in_child() -> None:
     _sweeps.clear()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+first_in_children(_close_in_child)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeAlias
+
+from fastensor.files.forks import first_in_children
 
 Job: TypeAlias = Callable[[], object]
 
@@ -103,4 +104,4 @@ def _begin_anew() -> None:
     _worker = Worker("fastensor-afterwards")
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+first_in_children(_begin_anew)

@@ -13,7 +13,7 @@ import threading
 from typing import get_args
 
 from fastensor.files.arguments import check_word, checks_keywords
-from fastensor.files.forks import lock_of
+from fastensor.files.forks import first_in_children, lock_of
 from fastensor.select.files import DictionaryFile, Kind, file_for
 from fastensor.select.machine import nearest
 from fastensor.select.selector import Selector
@@ -94,4 +94,4 @@ atexit.register(flush)
 with contextlib.suppress(RuntimeError):  # the interpreter exits already
     # Processes of multiprocessing do not run atexit, but end their threads. By then, writers have nothing pending.
     getattr(threading, "_register_atexit", atexit.register)(flush)
-os.register_at_fork(after_in_child=_made.clear)  # the parent writes what it has learned
+first_in_children(_made.clear)  # the parent writes what it has learned
