@@ -189,6 +189,7 @@ def _fail_a_step(writer: AsyncWriter, path: Path) -> None:
     step.accept()
     assert step.claim()
     step.end(OSError(errno.ENOSPC, "full"))
+    assert not step.drop("cancelled", "it is over")
 
 
 @pytest.mark.parametrize("planned", [True, False], ids=["pickling fails", "torch writes it"])

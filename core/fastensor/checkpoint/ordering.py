@@ -56,7 +56,11 @@ class PendingWork(ABC):
 
     @abstractmethod
     def drop(self, why: Any, message: str) -> bool:
-        """Have the work end without touching its place; False if it is too late. A signal handler may call this."""
+        """Have the work end without touching its place, if it is not too late. A signal handler may call this.
+
+        Returns:
+            False if it is known to be too late.
+        """
 
     @property
     def done(self) -> bool:

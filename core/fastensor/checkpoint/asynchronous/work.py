@@ -244,7 +244,7 @@ class Step(PendingWork):
 
     def drop(self, why: Drop, message: str) -> bool:
         self._dropped = message
-        return True
+        return not self.done
 
     def run(self) -> None:
         try:
