@@ -92,6 +92,14 @@ def test_a_file_that_is_written_in_place_because_it_was_empty(tmp_path: Path) ->
     assert fastensor.load(tmp_path / "x") == {"of": "handler"}
 
 
+def test_a_file_that_is_written_in_place_and_removed(tmp_path: Path) -> None:
+    """Nothing has taken its place, and the message does not say so."""
+    (tmp_path / "x").touch()
+    with pytest.raises(fastensor.CheckpointWriteError, match=r"what was written is gone; if anything has taken"):
+        fastensor.save(STATE, tmp_path / "x", progress=lambda done, total: (tmp_path / "x").unlink(missing_ok=True))
+    assert not (tmp_path / "x").exists()
+
+
 def test_a_backend_that_was_asked_for_is_not_used_and_the_report_says_so(tmp_path: Path, interrupted_sync: Any) -> None:
     reports: list[fastensor.SaveReport] = []
     interrupted_sync(lambda number, frame: reports.append(fastensor.save(STATE, tmp_path / "y", backend="direct")))

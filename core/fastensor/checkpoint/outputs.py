@@ -190,7 +190,7 @@ class InPlace(StreamOutput):
 
     def left(self) -> str:
         if self._is_gone:
-            return f"what has taken its place is at {self.path}"
+            return f"what was written is gone; if anything has taken its place, that is at {self.path}"
         if self._ended:
             return "all of it was written in place, but a power failure may cut it off"
         if not self._begun or (self.is_synced and not self.nbytes):
