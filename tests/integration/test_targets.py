@@ -375,7 +375,7 @@ def test_an_interrupt_while_an_upload_is_opened(s3_url: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.torture)], ids=["some lines", "every line"])
 def test_an_interrupt_at_any_line_of_an_upload(s3_url: str, step: int) -> None:
-    """It leaves the old object or the new one, whole, although the store shows what the garbage collector closes."""
+    """The store has the old object or the new one, whole: it shows also what the garbage collector closes."""
     old, new = {"w": 0}, {"w": 1}
     for number in range(1, 1000, step):
         fastensor.save(old, f"{s3_url}/x.ckpt")

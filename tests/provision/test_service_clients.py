@@ -55,6 +55,7 @@ NONSENSE = {
     "a slot that is free": [REGISTER, Credit(0, 0, 0.0, [7])],
     "a loader without numbers": [Register(Registration(buffer_nbytes=NOTHING), b"")],
     "a number of batches that is none": [Register(Registration(ahead=NOTHING), b"")],
+    "more batches ahead than may be": [Register(Registration(ahead=1 << 40), b"")],
     "a second loader": [REGISTER, REGISTER],
     "a slot that was not sent": [REGISTER, Start(EpochPlan(N, batch_size=8), 0, 0), Credit(0, 0, 0.0, [0])],
     "a place in other samples": [REGISTER, Start(EpochPlan(10 * N), 0, 0)],

@@ -88,7 +88,7 @@ class Swapper:
         self._saved = ByteBudget()
         """Ranges that graphs hold, wherever the bytes are."""
         self._unmoved = ByteBudget()
-        """Those of them that take the memory that they were saved in."""
+        """Ranges that graphs hold, and whose bytes are still in the memory that they were saved in."""
         self._kept: weakref.WeakKeyDictionary[RangeHandle, None] = weakref.WeakKeyDictionary()
         """Ranges that stay in host memory where they were saved, unless that gets short, in the order of saving."""
         self._failure: Exception | None = None

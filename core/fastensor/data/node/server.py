@@ -155,7 +155,7 @@ class _OpenFile:
 
 
 class _Client(LocalClient):
-    """It opens one file, or none: then it only keeps the reader alive."""
+    """A client that reads one file; or none, and only keeps the node reader alive."""
 
     def __init__(self, connection: Connection, number: int) -> None:
         super().__init__(connection, number)

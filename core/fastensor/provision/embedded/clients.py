@@ -18,10 +18,12 @@ from fastensor.provision.tasks import Task
 
 _LONGEST_NBYTES = 256 << 20
 """Clients send no longer messages: pickles of functions, and numbers."""
+_MOST_AHEAD = 1 << 20
+"""A loader may ask for so many batches ahead. One message of it may have the server count up to as many."""
 
 
 class Client(LocalClient):
-    """It has a loader, or none: then it keeps the server alive, and asks."""
+    """A client with a loader; or without one: such a client keeps the server alive, and asks for its status."""
 
     def __init__(self, connection: Connection, number: int) -> None:
         super().__init__(connection, number)
@@ -55,6 +57,8 @@ class Client(LocalClient):
             raise ConnectionLost("it has a loader already")
         check_whole(wanted.registration.buffer_nbytes, "buffer_nbytes", at_least=1)
         check_whole(wanted.registration.ahead, "ahead", at_least=1)
+        if wanted.registration.ahead > _MOST_AHEAD:
+            raise ValueError(f"ahead is at most {_MOST_AHEAD}, found {wanted.registration.ahead}")
         try:
             ring = SlotWriter(wanted.registration.buffer_nbytes)
         except (OSError, ValueError, MemoryError) as error:
