@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 import fastensor
-from fastensor.checkpoint.freeing import wait_for_space
+from fastensor.checkpoint.writing.freeing import wait_for_space
 
 if "FASTENSOR_DICTIONARIES" not in os.environ:
     _dictionaries = tempfile.TemporaryDirectory(prefix="fastensor-bench-dictionaries-")

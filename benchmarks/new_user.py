@@ -29,7 +29,7 @@ from measuring import describe_machine, drop_caches
 
 import fastensor
 from fastensor.backends.registry import available_names
-from fastensor.checkpoint.freeing import wait_for_space
+from fastensor.checkpoint.writing.freeing import wait_for_space
 from fastensor.files import posix
 
 USES = 10

@@ -45,7 +45,7 @@ import os, sys, time
 import torch
 from fastensor import load
 import fastensor.backends.direct, fastensor.backends.numpy, fastensor.backends.ring_reader
-import fastensor.checkpoint.containers.torch_file, fastensor.checkpoint.torch_errors  # as a first load does
+import fastensor.checkpoint.containers.torch_file, fastensor.checkpoint.reading.torch_errors  # as a first load does
 
 for line in sys.stdin:
     tool, path = line.rstrip("\\n").split(maxsplit=1)

@@ -25,7 +25,7 @@ from accelerate import DistributedType, PartialState
 import fastensor
 from fastensor.checkpoint import cooperative
 from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.save import SavedContainer
+from fastensor.checkpoint.writing.save import SavedContainer
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError
 from fastensor.files.replacing import replace_attribute, replacing
 from fastensor_accelerate.config import FastensorConfig

@@ -16,7 +16,7 @@ import torch
 import fastensor
 from fastensor.backends.memory import map_file
 from fastensor.checkpoint.location import Location, name_of
-from fastensor.checkpoint.sharded import check_holds, files_behind, read_json
+from fastensor.checkpoint.models.sharded import check_holds, files_behind, read_json
 from fastensor.errors import CheckpointReadError, CorruptCheckpointError
 from fastensor.files import posix
 from fastensor.files.os_errors import read_errors

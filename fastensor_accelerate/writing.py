@@ -11,7 +11,7 @@ from accelerate import Accelerator, DistributedType
 import fastensor
 from fastensor.checkpoint import cooperative
 from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.ties import dense_tensors_in
+from fastensor.checkpoint.models.ties import dense_tensors_in
 from fastensor.errors import UnsupportedContentError
 from fastensor_accelerate.config import ConfigError, FastensorConfig
 from fastensor_accelerate.saving import StateSave

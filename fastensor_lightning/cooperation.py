@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from fastensor.checkpoint.ties import dense_tensors_in
+from fastensor.checkpoint.models.ties import dense_tensors_in
 from fastensor.files.replacing import wrap_method
 from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
 from fastensor_lightning.shared_choice import is_data_parallel

@@ -36,9 +36,9 @@ TIMEOUT_SECONDS = 120
 IMPORTED = (
     "torch",
     "fastensor.checkpoint.asynchronous.writer",
-    "fastensor.checkpoint.convert",
-    "fastensor.checkpoint.diff",
-    "fastensor.checkpoint.lazy",
+    "fastensor.checkpoint.tools.convert",
+    "fastensor.checkpoint.tools.diff",
+    "fastensor.checkpoint.reading.lazy",
     "fastensor.store.tensor_store",
 )
 """What all names of ``fastensor`` need, which it imports when they are used."""

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from fastensor.checkpoint.asynchronous.handle import SaveHandle
     from fastensor.checkpoint.asynchronous.statistics import WriterStatistics
     from fastensor.checkpoint.asynchronous.writer import AsyncWriter
-    from fastensor.checkpoint.catalog import Inspection, TensorInfo
-    from fastensor.checkpoint.comparing import DamagedCheckpointError, VerifyReport
-    from fastensor.checkpoint.convert import convert
-    from fastensor.checkpoint.diff import Difference, TensorDifference, diff
-    from fastensor.checkpoint.huggingface import load_sharded, save_sharded
-    from fastensor.checkpoint.inspect import inspect
-    from fastensor.checkpoint.lazy import LazyCheckpoint, open
-    from fastensor.checkpoint.load import load, load_with_report
-    from fastensor.checkpoint.models import load_model, save_model
+    from fastensor.checkpoint.models.huggingface import load_sharded, save_sharded
+    from fastensor.checkpoint.models.modules import load_model, save_model
+    from fastensor.checkpoint.reading.lazy import LazyCheckpoint, open
+    from fastensor.checkpoint.reading.load import load, load_with_report
     from fastensor.checkpoint.report import LoadReport, SaveReport
-    from fastensor.checkpoint.save import save
-    from fastensor.checkpoint.verify import verify
+    from fastensor.checkpoint.tools.catalog import Inspection, TensorInfo
+    from fastensor.checkpoint.tools.comparing import DamagedCheckpointError, VerifyReport
+    from fastensor.checkpoint.tools.convert import convert
+    from fastensor.checkpoint.tools.diff import Difference, TensorDifference, diff
+    from fastensor.checkpoint.tools.inspect import inspect
+    from fastensor.checkpoint.tools.verify import verify
+    from fastensor.checkpoint.writing.save import save
     from fastensor.errors import (
         BackendUnavailableError,
         CheckpointReadError,
@@ -69,18 +69,18 @@ else:
         "fastensor.checkpoint.asynchronous.handle": ("SaveHandle",),
         "fastensor.checkpoint.asynchronous.statistics": ("WriterStatistics",),
         "fastensor.checkpoint.asynchronous.writer": ("AsyncWriter",),
-        "fastensor.checkpoint.catalog": ("Inspection", "TensorInfo"),
-        "fastensor.checkpoint.comparing": ("DamagedCheckpointError", "VerifyReport"),
-        "fastensor.checkpoint.convert": ("convert",),
-        "fastensor.checkpoint.diff": ("Difference", "TensorDifference", "diff"),
-        "fastensor.checkpoint.huggingface": ("load_sharded", "save_sharded"),
-        "fastensor.checkpoint.inspect": ("inspect",),
-        "fastensor.checkpoint.lazy": ("LazyCheckpoint", "open"),
-        "fastensor.checkpoint.load": ("load", "load_with_report"),
-        "fastensor.checkpoint.models": ("load_model", "save_model"),
+        "fastensor.checkpoint.tools.catalog": ("Inspection", "TensorInfo"),
+        "fastensor.checkpoint.tools.comparing": ("DamagedCheckpointError", "VerifyReport"),
+        "fastensor.checkpoint.tools.convert": ("convert",),
+        "fastensor.checkpoint.tools.diff": ("Difference", "TensorDifference", "diff"),
+        "fastensor.checkpoint.models.huggingface": ("load_sharded", "save_sharded"),
+        "fastensor.checkpoint.tools.inspect": ("inspect",),
+        "fastensor.checkpoint.reading.lazy": ("LazyCheckpoint", "open"),
+        "fastensor.checkpoint.reading.load": ("load", "load_with_report"),
+        "fastensor.checkpoint.models.modules": ("load_model", "save_model"),
         "fastensor.checkpoint.report": ("LoadReport", "SaveReport"),
-        "fastensor.checkpoint.save": ("save",),
-        "fastensor.checkpoint.verify": ("verify",),
+        "fastensor.checkpoint.writing.save": ("save",),
+        "fastensor.checkpoint.tools.verify": ("verify",),
         "fastensor.errors": (
             "BackendUnavailableError",
             "CheckpointReadError",

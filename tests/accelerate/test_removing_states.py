@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastensor.checkpoint import freeing
+from fastensor.checkpoint.writing import freeing
 from fastensor_accelerate.directories import remove_state, states_in
 
 

@@ -17,7 +17,7 @@ from programs import run
 import fastensor
 from fastensor.backends.snapshot import Snapshot
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn
-from fastensor.checkpoint.outputs import Replacement
+from fastensor.checkpoint.writing.outputs import Replacement
 from fastensor.files import posix
 from fastensor.files.new_directory import replace_link
 

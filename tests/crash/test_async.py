@@ -23,8 +23,8 @@ from programs import Program, run
 import fastensor
 from fastensor import AsyncWriter, FastensorError
 from fastensor.backends.buffers import BUFFER_NBYTES
-from fastensor.checkpoint import ordering
-from fastensor.checkpoint.freeing import wait_for_space
+from fastensor.checkpoint.writing import ordering
+from fastensor.checkpoint.writing.freeing import wait_for_space
 from fastensor.testing import failing_call, short_call
 
 OLD = {"w": torch.full((1000,), 1)}
@@ -186,7 +186,7 @@ def test_several_writers_and_readers(tmp_path: Path, rounds: int, tally: Counter
 
 GROWTH = """
 import os, sys, torch, fastensor
-from fastensor.checkpoint.freeing import wait_for_space
+from fastensor.checkpoint.writing.freeing import wait_for_space
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 def descriptors():

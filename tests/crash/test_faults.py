@@ -24,7 +24,7 @@ from states import assert_same_tensors
 import fastensor
 from fastensor import FastensorError
 from fastensor.backends.registry import available_names
-from fastensor.checkpoint.freeing import wait_for_space
+from fastensor.checkpoint.writing.freeing import wait_for_space
 from fastensor.errors import LayoutError
 from fastensor.stitch import torch_zip
 from fastensor.testing import Fault, failing_call, short_call

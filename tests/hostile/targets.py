@@ -18,7 +18,7 @@ from hostile.attacks import STATE
 
 import fastensor
 from fastensor.checkpoint.containers import recognize
-from fastensor.checkpoint.names import walk
+from fastensor.checkpoint.models.names import walk
 from fastensor.errors import FastensorError
 from fastensor.stitch import pickle_records, safetensors, torch_pickle, torch_records, zip_directory
 

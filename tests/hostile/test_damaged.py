@@ -28,7 +28,7 @@ from hostile.crafted import fields_of, flipped
 import fastensor
 from fastensor import CorruptCheckpointError, FastensorError
 from fastensor.backends.registry import available_names
-from fastensor.checkpoint.checked_file import CheckedFile
+from fastensor.checkpoint.reading.checked_file import CheckedFile
 from fastensor.files import posix
 
 every_kind = pytest.mark.parametrize("kind", archives.SOUND)

@@ -18,7 +18,7 @@ import torch
 from programs import command_line
 
 import fastensor
-from fastensor.checkpoint.conversion.copying import cast_bytes
+from fastensor.checkpoint.tools.conversion.copying import cast_bytes
 from fastensor.cli.errors import in_flags
 from fastensor.files import progress_bar
 
@@ -433,7 +433,7 @@ class _Memory:
 def test_bytes_are_cast_whatever_pieces_are_asked_for(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, wanted: torch.dtype
 ) -> None:
-    monkeypatch.setattr("fastensor.checkpoint.conversion.copying._PIECE_ELEMENTS", 7)
+    monkeypatch.setattr("fastensor.checkpoint.tools.conversion.copying._PIECE_ELEMENTS", 7)
     tensor = torch.randn(50, dtype=dtype)
     expected = tensor.to(wanted).view(torch.uint8).numpy().tobytes()
     found = cast_bytes(_Memory(tensor), dtype, wanted, "x")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fastensor
 from fastensor import CorruptCheckpointError, StateMismatchError
-from fastensor.checkpoint.opened import LocalFile
+from fastensor.checkpoint.reading.opened import LocalFile
 
 pytestmark = pytest.mark.filterwarnings("ignore::fastensor.UnverifiedCheckpointWarning")
 

@@ -21,8 +21,8 @@ import states
 import torch
 
 import fastensor
-from fastensor.checkpoint.borrowed import BorrowedFile, StreamFile
-from fastensor.checkpoint.opened import FileView
+from fastensor.checkpoint.reading.borrowed import BorrowedFile, StreamFile
+from fastensor.checkpoint.reading.opened import FileView
 
 STATE = {"w": torch.arange(12.0).reshape(3, 4), "large": torch.arange(300_000), "n": {"epoch": 3}}
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 import fastensor
 from fastensor.checkpoint.dcp import FastensorStorageWriter
-from fastensor.checkpoint.folders import entries_at
+from fastensor.checkpoint.tools.folders import entries_at
 from fastensor.cli.output import FAILED, FOREIGN_CODE, OK, UNCHECKED
 from fastensor.errors import (
     CheckpointReadError,
@@ -391,7 +391,7 @@ def test_what_a_save_has_left_may_be_gone(tmp_path: Path, monkeypatch: pytest.Mo
         entries = entries_at(tmp_path)
     for path in left[2:]:
         path.unlink()
-    for tool in ("inspect", "verify"):
+    for tool in ("tools.inspect", "tools.verify"):
         monkeypatch.setattr(f"fastensor.checkpoint.{tool}.entries_at", lambda path: entries)
     assert set(fastensor.verify(tmp_path).not_compared) == {path.name for path in left[2:]}
     assert len(fastensor.inspect(tmp_path).files) == 3

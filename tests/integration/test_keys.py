@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import fastensor
 from fastensor import UnknownKeyError, UnsafeCheckpointError, UnsupportedContentError
 from fastensor.backends.registry import available_names
-from fastensor.checkpoint import names
+from fastensor.checkpoint.models import names
 from fastensor.files import posix
 
 

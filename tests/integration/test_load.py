@@ -298,10 +298,10 @@ def test_forked_children_can_train_after_a_load(path: Path) -> None:
 
 def test_a_read_of_a_part_of_a_record_is_verified_whole(path: Path) -> None:
     """torch reads records whole; should it ever not, nothing unverified gets through."""
-    from fastensor.checkpoint.archive import read_archive
-    from fastensor.checkpoint.checked_file import CheckedFile
-    from fastensor.checkpoint.opened import ReadOptions, opened
-    from fastensor.checkpoint.reader import PartReader
+    from fastensor.checkpoint.reading.archive import read_archive
+    from fastensor.checkpoint.reading.checked_file import CheckedFile
+    from fastensor.checkpoint.reading.opened import ReadOptions, opened
+    from fastensor.checkpoint.reading.reader import PartReader
 
     data = bytearray(path.read_bytes())
     at = data.index(torch.arange(12.0).numpy().tobytes())

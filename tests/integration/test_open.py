@@ -27,7 +27,7 @@ import fastensor
 from fastensor import CheckpointReadError, CorruptCheckpointError, UnknownKeyError, UnsupportedContentError
 from fastensor.backends import memory
 from fastensor.backends.registry import available_names
-from fastensor.checkpoint.freeing import wait_for_space
+from fastensor.checkpoint.writing.freeing import wait_for_space
 from fastensor.files import posix
 
 WEIGHTS = {"w": torch.arange(600.0).reshape(20, 30), "b": torch.ones(7, dtype=torch.bfloat16), "s": torch.tensor(3)}

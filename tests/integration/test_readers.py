@@ -437,7 +437,7 @@ def test_peft_reads_adapters(tmp_path: Path, writer: str) -> None:
 
 
 LAYS_OUT = {
-    "checkpoint/save.py": "save",
+    "checkpoint/writing/save.py": "save",
     "checkpoint/dcp/writer.py": "FastensorStorageWriter",
     "testing/backends.py": "",
 }

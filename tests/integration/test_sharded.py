@@ -33,7 +33,7 @@ from fastensor import (
     UnknownKeyError,
     UnverifiedCheckpointWarning,
 )
-from fastensor.checkpoint.sharded import split
+from fastensor.checkpoint.models.sharded import split
 from fastensor.cli.output import UNCHECKED
 from fastensor.stitch.source import skips_values
 from fastensor.testing.calls import intercepted

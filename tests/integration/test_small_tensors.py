@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fastensor
 from fastensor import CorruptCheckpointError, UnsafeCheckpointError
 from fastensor.backends.registry import available_names
-from fastensor.checkpoint import storages
 from fastensor.checkpoint.containers import torch_file
+from fastensor.checkpoint.reading import storages
 from fastensor.files import posix
 from fastensor.stitch import plain_tensors
 

@@ -26,7 +26,8 @@ from hypothesis import strategies as st
 
 import fastensor
 from fastensor import CheckpointReadError, CheckpointWriteError, CorruptCheckpointError, UnknownFilesystemError
-from fastensor.checkpoint import outputs, remote, save_transaction
+from fastensor.checkpoint import remote
+from fastensor.checkpoint.writing import outputs, save_transaction
 from fastensor.files import os_errors
 from fastensor_lightning import FastensorCheckpointIO
 

@@ -21,8 +21,8 @@ from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.backends.registry import available_names
 from fastensor.backends.streams import Copies
 from fastensor.backends.to_device import DeviceTarget, read_through_host
-from fastensor.checkpoint import placement
 from fastensor.checkpoint.containers import torch_file
+from fastensor.checkpoint.reading import placement
 
 LARGE = torch.randn(5 << 20)
 STATE: dict[str, Any] = OrderedDict(

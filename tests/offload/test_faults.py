@@ -24,7 +24,7 @@ from models import CASES, equal, gradients, in_threads, large, slot_files
 import fastensor
 from fastensor.backends import direct, numpy
 from fastensor.backends.threads import NoThreadsError, open_pool, shut_down
-from fastensor.checkpoint.freeing import wait_for_space
+from fastensor.checkpoint.writing.freeing import wait_for_space
 from fastensor.errors import BackendUnavailableError
 from fastensor.files import posix
 from fastensor.offload import ActivationOffload, CorruptActivationError, OffloadError, copying, jobs, slots, swapper

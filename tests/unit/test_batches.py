@@ -20,7 +20,7 @@ import fastensor
 from fastensor.backends import numpy as buffered
 from fastensor.backends.numpy import BufferedReader
 from fastensor.backends.threads import run_each
-from fastensor.checkpoint import reader as part_reader
+from fastensor.checkpoint.reading import reader as part_reader
 from fastensor.files.posix import EndOfFile
 
 NBYTES = 3 << 20

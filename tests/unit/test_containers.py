@@ -13,11 +13,11 @@ import torch
 
 import fastensor
 from fastensor.checkpoint import containers
-from fastensor.checkpoint.catalog import Catalog, Located, TensorInfo
 from fastensor.checkpoint.containers import ToCompare
-from fastensor.checkpoint.opened import OpenedFile, read_exactly
-from fastensor.checkpoint.reader import open_reader
-from fastensor.checkpoint.request import Loaded, LoadRequest
+from fastensor.checkpoint.reading.opened import OpenedFile, read_exactly
+from fastensor.checkpoint.reading.reader import open_reader
+from fastensor.checkpoint.reading.request import Loaded, LoadRequest
+from fastensor.checkpoint.tools.catalog import Catalog, Located, TensorInfo
 from fastensor.stitch.parts import Part
 
 MAGIC = b"one tensor\n"

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import fastensor
-from fastensor.checkpoint import freeing
-from fastensor.checkpoint.freeing import freeing_afterwards, wait_for_space
+from fastensor.checkpoint.writing import freeing
+from fastensor.checkpoint.writing.freeing import freeing_afterwards, wait_for_space
 from fastensor.files import afterwards, posix
 
 STATE = {"w": torch.zeros(1 << 20)}

@@ -95,7 +95,7 @@ def test_a_first_call_imports_what_it_uses(call: str, tmp_path: Path, monkeypatc
     ours = [name for name in imported if name.split(".")[0] == "fastensor"]
     assert len(ours) <= most, ours
     assert not {"statistics", "decimal", "fsspec"} & set(imported)
-    assert not {"fastensor.backends.gds", "fastensor.select.share", "fastensor.checkpoint.verify"} & set(imported)
+    assert not {"fastensor.backends.gds", "fastensor.select.share", "fastensor.checkpoint.tools.verify"} & set(imported)
 
 
 def test_a_save_is_planned_by_modules_that_came_with_its_name() -> None:

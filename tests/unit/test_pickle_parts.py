@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import fastensor
 from fastensor import UnsafeCheckpointError
-from fastensor.checkpoint import names
+from fastensor.checkpoint.models import names
 from fastensor.stitch.pickle_parts import cut
 from fastensor.stitch.pickle_records import all_in
 from fastensor.stitch.torch_pickle import read_program

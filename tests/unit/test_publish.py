@@ -22,8 +22,8 @@ from programs import Program, run
 
 import fastensor
 from fastensor.checkpoint.files import make_directories
-from fastensor.checkpoint.freeing import wait_for_space
-from fastensor.checkpoint.target import open_output, resolve_target
+from fastensor.checkpoint.writing.freeing import wait_for_space
+from fastensor.checkpoint.writing.target import open_output, resolve_target
 from fastensor.errors import CheckpointWriteError
 from fastensor.files import atomic, posix
 from fastensor.files.os_errors import kept_at

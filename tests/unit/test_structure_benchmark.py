@@ -23,4 +23,4 @@ def test_a_walk_names_functions_of_all_threads() -> None:
 def test_what_a_first_call_imports_begins_with_the_package() -> None:
     modules = _lines_of("--imported", "load .ckpt")
     assert modules[0] == "fastensor"
-    assert "fastensor.checkpoint.load" in modules
+    assert "fastensor.checkpoint.reading.load" in modules

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastensor import CorruptCheckpointError
-from fastensor.checkpoint import names
+from fastensor.checkpoint.models import names
 from fastensor.stitch import pickle_functions
 from fastensor.stitch.pickle_records import PickledStorage, UnknownObject, storages_in
 from fastensor.stitch.torch_pickle import read_program

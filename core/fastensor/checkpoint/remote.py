@@ -19,10 +19,10 @@ from fastensor.backends.base import Extent
 from fastensor.backends.buffers import BUFFER_NBYTES, TRANSFERS_IN_FLIGHT
 from fastensor.backends.registry import Fallback, announce, record_fallback
 from fastensor.backends.ring_reader import RingReader
-from fastensor.checkpoint.freeing import Freeing
 from fastensor.checkpoint.location import NO_LOCAL_FILE, RemotePath, keep_in_children, locate
-from fastensor.checkpoint.opened import LocalFile, OpenedFile, OpenedReader, ReadOptions
-from fastensor.checkpoint.outputs import StreamOutput
+from fastensor.checkpoint.reading.opened import LocalFile, OpenedFile, OpenedReader, ReadOptions
+from fastensor.checkpoint.writing.freeing import Freeing
+from fastensor.checkpoint.writing.outputs import StreamOutput
 from fastensor.errors import BackendUnavailableError, FastensorError
 from fastensor.files.posix import TEMPORARY_SUFFIX
 
@@ -189,7 +189,7 @@ def _is_http(target: RemotePath) -> bool:
 
 
 class RemoteFile:
-    """A file of a remote filesystem, open for reading. See :class:`fastensor.checkpoint.opened.OpenedFile`.
+    """A file of a remote filesystem, open for reading. See :class:`fastensor.checkpoint.reading.opened.OpenedFile`.
 
     Several ranges are requested at a time. Where the store has entity tags, all ranges are of the version that was
     opened. A forked child opens the file anew.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fastensor.backends.registry import Fallback
-from fastensor.checkpoint.freeing import Freeing
+from fastensor.checkpoint.writing.freeing import Freeing
 from fastensor.errors import UnverifiedCheckpointWarning
 from fastensor.files.shown import record_repr, without_secrets
 from fastensor.files.warning import warn_caller

@@ -10,13 +10,13 @@ from typing import Literal
 
 import torch
 
-from fastensor.checkpoint.conversion.same_file import is_same_file
-from fastensor.checkpoint.conversion.settings import ConvertSettings
-from fastensor.checkpoint.conversion.sources import what_shares_memory
-from fastensor.checkpoint.convert import convert_by
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.report import SaveReport
+from fastensor.checkpoint.tools.conversion.same_file import is_same_file
+from fastensor.checkpoint.tools.conversion.settings import ConvertSettings
+from fastensor.checkpoint.tools.conversion.sources import what_shares_memory
+from fastensor.checkpoint.tools.convert import convert_by
 from fastensor.cli.errors import wrong_arguments
 from fastensor.cli.output import OK, print_json, printable
 from fastensor.errors import FastensorError

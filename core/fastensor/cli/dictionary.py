@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from fastensor.checkpoint.target import write_text
+from fastensor.checkpoint.writing.target import write_text
 from fastensor.cli.output import FAILED, OK, print_json, print_table, printable
 from fastensor.cli.plot import plot
 from fastensor.errors import FastensorError

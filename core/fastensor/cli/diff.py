@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 
-from fastensor.checkpoint.diff import Difference, diff
+from fastensor.checkpoint.tools.diff import Difference, diff
 from fastensor.cli.errors import wrong_arguments
 from fastensor.cli.output import FAILED, OK, print_json, print_table, printable, without_middle
 from fastensor.files.progress_bar import progress_bar

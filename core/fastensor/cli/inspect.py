@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fastensor.checkpoint.catalog import Inspection, TensorInfo
-from fastensor.checkpoint.inspect import inspect_all
-from fastensor.checkpoint.names import resolve
+from fastensor.checkpoint.models.names import resolve
+from fastensor.checkpoint.tools.catalog import Inspection, TensorInfo
+from fastensor.checkpoint.tools.inspect import inspect_all
 from fastensor.cli.errors import in_flags, print_error
 from fastensor.cli.output import FAILED, OK, print_json, print_styled, print_table, printable, without_middle
 from fastensor.cli.summary import dtype_name, grouped, patterns, prefix, rows, totals

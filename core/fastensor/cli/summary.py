@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fastensor.checkpoint.catalog import TensorInfo
+from fastensor.checkpoint.tools.catalog import TensorInfo
 from fastensor.files.words import human_size
 
 _MOST_GROUPS = 60

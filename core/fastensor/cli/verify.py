@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from fastensor.backends import registry
-from fastensor.checkpoint.comparing import DamagedCheckpointError, VerifyReport
-from fastensor.checkpoint.folders import FolderEntry
-from fastensor.checkpoint.verify import members_at, verify_member
+from fastensor.checkpoint.tools.comparing import DamagedCheckpointError, VerifyReport
+from fastensor.checkpoint.tools.folders import FolderEntry
+from fastensor.checkpoint.tools.verify import members_at, verify_member
 from fastensor.cli.errors import in_flags
 from fastensor.cli.output import FAILED, FOREIGN_CODE, OK, UNCHECKED, print_json, print_table, printable
 from fastensor.errors import FastensorError

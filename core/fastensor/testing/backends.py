@@ -28,7 +28,7 @@ import pytest
 import torch
 
 from fastensor.backends.base import Backend, Extent, SlotBackend
-from fastensor.checkpoint.freeing import wait_for_space
+from fastensor.checkpoint.writing.freeing import wait_for_space
 from fastensor.errors import BackendUnavailableError
 from fastensor.files import posix
 from fastensor.stitch import safetensors

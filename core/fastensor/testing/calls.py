@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeAlias
 from unittest import mock
 
-from fastensor.checkpoint.freeing import wait_for_space
+from fastensor.checkpoint.writing.freeing import wait_for_space
 from fastensor.files import posix
 
 OS_CALLS = (

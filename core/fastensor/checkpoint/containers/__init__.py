@@ -13,7 +13,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 from fastensor.checkpoint.directories import metadata_names
-from fastensor.checkpoint.opened import OpenedFile, read_exactly
+from fastensor.checkpoint.reading.opened import OpenedFile, read_exactly
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError
 from fastensor.stitch.parts import Part
 from fastensor.stitch.signatures import (
@@ -32,17 +32,17 @@ from fastensor.stitch.zip_directory import LOCAL_SIGNATURE
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
-    from fastensor.checkpoint.catalog import Catalog
-    from fastensor.checkpoint.comparing import VerifyReport
     from fastensor.checkpoint.containers import legacy_file, safetensors_file, torch_file
-    from fastensor.checkpoint.contents import OpenCheckpoint
-    from fastensor.checkpoint.conversion.settings import ConvertSettings
-    from fastensor.checkpoint.conversion.sources import ConversionSource
     from fastensor.checkpoint.dcp import container as dcp_container
     from fastensor.checkpoint.location import Location
     from fastensor.checkpoint.progress import Progress
+    from fastensor.checkpoint.reading.request import Loaded, LoadRequest
     from fastensor.checkpoint.report import SaveReport
-    from fastensor.checkpoint.request import Loaded, LoadRequest
+    from fastensor.checkpoint.tools.catalog import Catalog
+    from fastensor.checkpoint.tools.comparing import VerifyReport
+    from fastensor.checkpoint.tools.contents import OpenCheckpoint
+    from fastensor.checkpoint.tools.conversion.settings import ConvertSettings
+    from fastensor.checkpoint.tools.conversion.sources import ConversionSource
     from fastensor.select.transfer import BackendChoice
 
 Container: TypeAlias = Literal["torch", "safetensors", "legacy"]
@@ -98,10 +98,10 @@ class DirectoryContainer(Protocol):
         """:func:`fastensor.verify`."""
 
     def open_checkpoint(self, location: Location, stack: ExitStack, backend: BackendChoice) -> OpenCheckpoint:
-        """See :func:`fastensor.checkpoint.contents.open_checkpoint`."""
+        """See :func:`fastensor.checkpoint.tools.contents.open_checkpoint`."""
 
     def open_source(self, location: Location, settings: ConvertSettings, stack: ExitStack) -> ConversionSource:
-        """See :func:`fastensor.checkpoint.conversion.sources.open_source`."""
+        """See :func:`fastensor.checkpoint.tools.conversion.sources.open_source`."""
 
     def left_out(self, source: Location, settings: ConvertSettings) -> tuple[str, ...]:
         """Names of what a checkpoint of this container would not hold of a source of :func:`fastensor.convert`."""

@@ -4,12 +4,12 @@ archives, carry no checksums, and say nothing about themselves without being run
 from __future__ import annotations
 
 from fastensor.backends.registry import record_fallback
-from fastensor.checkpoint.catalog import Catalog
 from fastensor.checkpoint.containers import ToCompare, start_of
 from fastensor.checkpoint.containers.torch_file import chosen_of, load_with_torch
-from fastensor.checkpoint.opened import OpenedFile
-from fastensor.checkpoint.request import Loaded, LoadRequest
-from fastensor.checkpoint.torch_errors import unless_forced
+from fastensor.checkpoint.reading.opened import OpenedFile
+from fastensor.checkpoint.reading.request import Loaded, LoadRequest
+from fastensor.checkpoint.reading.torch_errors import unless_forced
+from fastensor.checkpoint.tools.catalog import Catalog
 from fastensor.errors import UnsafeCheckpointError, UnsupportedContentError, caught_as
 from fastensor.stitch.signatures import is_tar
 

@@ -13,11 +13,11 @@ from safetensors import SafetensorError
 
 from fastensor.backends.memory import copy_memory, storage_on
 from fastensor.checkpoint.containers import ToCompare
-from fastensor.checkpoint.names import resolve
-from fastensor.checkpoint.opened import OpenedFile, named_in_errors, read_exactly
-from fastensor.checkpoint.placement import MapLocation, check_destination, filled, may_be_filled_at_once, place
-from fastensor.checkpoint.reader import PartReader, empty_storage, is_joined, open_reader
-from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
+from fastensor.checkpoint.models.names import resolve
+from fastensor.checkpoint.reading.opened import OpenedFile, named_in_errors, read_exactly
+from fastensor.checkpoint.reading.placement import MapLocation, check_destination, filled, may_be_filled_at_once, place
+from fastensor.checkpoint.reading.reader import PartReader, empty_storage, is_joined, open_reader
+from fastensor.checkpoint.reading.request import MAPPED, Loaded, LoadRequest
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError, caught_as
 from fastensor.stitch.parts import Part
 from fastensor.stitch.safetensors import SafetensorsHeader, header_nbytes, parse_header, torch_dtype
@@ -25,7 +25,7 @@ from fastensor.stitch.shape import row_major
 from fastensor.stitch.signatures import LENGTH_NBYTES, MAX_HEADER_NBYTES
 
 if TYPE_CHECKING:
-    from fastensor.checkpoint.catalog import Catalog
+    from fastensor.checkpoint.tools.catalog import Catalog
 
 _HOST = torch.device("cpu")
 _SAVED_FROM = "cpu"
@@ -52,7 +52,7 @@ def load(file: OpenedFile, request: LoadRequest) -> Loaded:
 
 
 def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:
-    from fastensor.checkpoint.catalog import Catalog, Located, TensorInfo  # a load needs nothing of it
+    from fastensor.checkpoint.tools.catalog import Catalog, Located, TensorInfo  # a load needs nothing of it
 
     header = read_header(file, verify=verify)
     located = {}

@@ -14,7 +14,8 @@ import torch
 
 from fastensor.backends.memory import is_filled_at_once, storage_on
 from fastensor.backends.registry import announce, record_fallback
-from fastensor.checkpoint.archive import (
+from fastensor.checkpoint.models.names import choose, nodes, resolve
+from fastensor.checkpoint.reading.archive import (
     foreign_code,
     read_archive,
     read_catalog,
@@ -22,14 +23,19 @@ from fastensor.checkpoint.archive import (
     to_compare,
     verify_compressed,
 )
-from fastensor.checkpoint.checked_file import CheckedFile
-from fastensor.checkpoint.names import choose, nodes, resolve
-from fastensor.checkpoint.opened import FileView, OpenedFile, named_in_errors
-from fastensor.checkpoint.placement import MapLocation, check_destination, destination, may_be_filled_at_once, place
-from fastensor.checkpoint.reader import open_reader
-from fastensor.checkpoint.request import MAPPED, Loaded, LoadRequest
-from fastensor.checkpoint.storages import NotOrdinaryError, Storages, are_wanted, is_known, rebuild
-from fastensor.checkpoint.torch_errors import explain, is_refused_global, refusal_of_archive
+from fastensor.checkpoint.reading.checked_file import CheckedFile
+from fastensor.checkpoint.reading.opened import FileView, OpenedFile, named_in_errors
+from fastensor.checkpoint.reading.placement import (
+    MapLocation,
+    check_destination,
+    destination,
+    may_be_filled_at_once,
+    place,
+)
+from fastensor.checkpoint.reading.reader import open_reader
+from fastensor.checkpoint.reading.request import MAPPED, Loaded, LoadRequest
+from fastensor.checkpoint.reading.storages import NotOrdinaryError, Storages, are_wanted, is_known, rebuild
+from fastensor.checkpoint.reading.torch_errors import explain, is_refused_global, refusal_of_archive
 from fastensor.errors import (
     CorruptCheckpointError,
     FastensorError,

@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from fastensor.checkpoint.cooperative.options import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from fastensor.checkpoint.cooperative.ranks import Ranks
-from fastensor.checkpoint.load import load_with_report as load_alone
 from fastensor.checkpoint.location import Location, locate
-from fastensor.checkpoint.placement import MapLocation
+from fastensor.checkpoint.reading.load import load_with_report as load_alone
+from fastensor.checkpoint.reading.placement import MapLocation
+from fastensor.checkpoint.reading.request import check_arguments
 from fastensor.checkpoint.report import LoadReport
-from fastensor.checkpoint.request import check_arguments
 from fastensor.errors import CheckpointReadError
 from fastensor.files import posix
 from fastensor.files.arguments import checks_keywords

@@ -15,7 +15,7 @@ from isal import isal_zlib
 from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.backends.staging import open_stager
 from fastensor.checkpoint.cooperative.options import ReplicaCheck
-from fastensor.checkpoint.names import walk
+from fastensor.checkpoint.models.names import walk
 from fastensor.stitch.image import Image, Payload
 from fastensor.stitch.pickle_records import PickledStorage, PickledTensor, UnknownObject, storages_in
 from fastensor.stitch.safetensors import CHECKSUM_KEY, METADATA_KEY, SafetensorsPlan

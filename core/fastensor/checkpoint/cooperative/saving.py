@@ -6,7 +6,7 @@
 3. Each rank writes its extent from its own memory, and syncs the file.
 4. Rank 0 fills in the CRC32s that were not known before, syncs, and publishes the file.
 
-For rank 0, all of this is one :class:`~fastensor.checkpoint.save_transaction.SaveTransaction`, as any other save.
+For rank 0, all of this is one :class:`~fastensor.checkpoint.writing.save_transaction.SaveTransaction`, as any save.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from fastensor.checkpoint.cooperative.replicas import (
     replica_of,
     storages_of,
 )
-from fastensor.checkpoint.freeing import Freeing
-from fastensor.checkpoint.nested import is_nested
 from fastensor.checkpoint.report import SaveReport
-from fastensor.checkpoint.save import SaveOptions, SaveSettings
-from fastensor.checkpoint.save_transaction import ByTorch
+from fastensor.checkpoint.writing.freeing import Freeing
+from fastensor.checkpoint.writing.nested import is_nested
+from fastensor.checkpoint.writing.save import SaveOptions, SaveSettings
+from fastensor.checkpoint.writing.save_transaction import ByTorch
 from fastensor.errors import CheckpointWriteError, ReplicaMismatchError
 from fastensor.files import posix
 from fastensor.files.arguments import checks_keywords_with
@@ -226,7 +226,7 @@ class _Leader:
         )
 
     def _write(self, source: Source, new: NewFile, fallbacks: list[Fallback]) -> tuple[Transfer, Sequence[int]]:
-        """Have all ranks write the file. See :data:`~fastensor.checkpoint.save_transaction.Writer`."""
+        """Have all ranks write the file. See :data:`~fastensor.checkpoint.writing.save_transaction.Writer`."""
         assert isinstance(source, Plan)
         pieces = cut(source.image, self._ranks.size, range(len(source.storages)) - self._positions.keys())
         parts = [

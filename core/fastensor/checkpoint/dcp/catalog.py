@@ -11,8 +11,16 @@ from typing import Any, cast
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from fastensor.checkpoint.catalog import Inspection, TensorInfo
-from fastensor.checkpoint.comparing import (
+from fastensor.checkpoint.containers import container_in
+from fastensor.checkpoint.dcp.items import Item, ItemReader, is_safetensors, items_by_file
+from fastensor.checkpoint.dcp.metadata import chunks_in, has_seal, read_metadata
+from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
+from fastensor.checkpoint.directories import BESIDE_SHARDS, metadata_names
+from fastensor.checkpoint.location import Location
+from fastensor.checkpoint.progress import Progress, tell_part
+from fastensor.checkpoint.reading.opened import OpenedFile, ReadOptions, opened
+from fastensor.checkpoint.tools.catalog import Inspection, TensorInfo
+from fastensor.checkpoint.tools.comparing import (
     Comparison,
     DamagedCheckpointError,
     FileToVerify,
@@ -20,14 +28,6 @@ from fastensor.checkpoint.comparing import (
     compare_each,
     verify_opened,
 )
-from fastensor.checkpoint.containers import container_in
-from fastensor.checkpoint.dcp.items import Item, ItemReader, is_safetensors, items_by_file
-from fastensor.checkpoint.dcp.metadata import chunks_in, has_seal, read_metadata
-from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
-from fastensor.checkpoint.directories import BESIDE_SHARDS, metadata_names
-from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.opened import OpenedFile, ReadOptions, opened
-from fastensor.checkpoint.progress import Progress, tell_part
 from fastensor.errors import CheckpointReadError, CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.parts import Damage

@@ -16,27 +16,27 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fastensor.backends import registry
-from fastensor.checkpoint.catalog import check_root, dict_in
-from fastensor.checkpoint.cataloged import open_files
-from fastensor.checkpoint.comparing import FileToVerify, VerifyReport, compare_files
 from fastensor.checkpoint.containers import container_of
-from fastensor.checkpoint.conversion.selection import beside, renamed
-from fastensor.checkpoint.conversion.settings import ConvertSettings
-from fastensor.checkpoint.conversion.sources import ConversionSource, metadata_in_words
 from fastensor.checkpoint.dcp.catalog import Contents, read_contents
 from fastensor.checkpoint.dcp.catalog import verify_directory as verify
 from fastensor.checkpoint.dcp.tensors import DirectoryTensors, tensor_bytes
 from fastensor.checkpoint.dcp.tensors import OpenDirectory as open_checkpoint
 from fastensor.checkpoint.dcp.writer import FastensorStorageWriter
 from fastensor.checkpoint.directories import metadata_names, nbytes_at, survives_power_failure
-from fastensor.checkpoint.load import load
 from fastensor.checkpoint.location import Location, name_of
-from fastensor.checkpoint.names import nodes
-from fastensor.checkpoint.opened import opened
+from fastensor.checkpoint.models.names import nodes
+from fastensor.checkpoint.models.sharded import check_holds, files_at, files_behind
 from fastensor.checkpoint.progress import Progress, tell_part
+from fastensor.checkpoint.reading.load import load
+from fastensor.checkpoint.reading.opened import opened
 from fastensor.checkpoint.report import SaveReport, warn_unverified
-from fastensor.checkpoint.sharded import check_holds, files_at, files_behind
-from fastensor.checkpoint.verify import verify_part
+from fastensor.checkpoint.tools.catalog import check_root, dict_in
+from fastensor.checkpoint.tools.cataloged import open_files
+from fastensor.checkpoint.tools.comparing import FileToVerify, VerifyReport, compare_files
+from fastensor.checkpoint.tools.conversion.selection import beside, renamed
+from fastensor.checkpoint.tools.conversion.settings import ConvertSettings
+from fastensor.checkpoint.tools.conversion.sources import ConversionSource, metadata_in_words
+from fastensor.checkpoint.tools.verify import verify_part
 from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.source import FileBytes
 

@@ -15,12 +15,12 @@ from fastensor.backends import registry, stream
 from fastensor.backends.base import Extent
 from fastensor.backends.registry import Fallback
 from fastensor.backends.window import SMALL_NBYTES, ReadWindow, joined
-from fastensor.checkpoint.comparing import DamagedCheckpointError, VerifyReport, verify_opened
 from fastensor.checkpoint.containers import recognize, start_of
-from fastensor.checkpoint.load import load
 from fastensor.checkpoint.location import NO_LOCAL_FILE
-from fastensor.checkpoint.opened import FileView, OpenedFile, OpenedReader, ReadOptions
-from fastensor.checkpoint.reader import MeasuredReader, Memory, new_array
+from fastensor.checkpoint.reading.load import load
+from fastensor.checkpoint.reading.opened import FileView, OpenedFile, OpenedReader, ReadOptions
+from fastensor.checkpoint.reading.reader import MeasuredReader, Memory, new_array
+from fastensor.checkpoint.tools.comparing import DamagedCheckpointError, VerifyReport, verify_opened
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.stitch.image import CHECKSUM_NBYTES
 from fastensor.stitch.shards import TensorArchive, archive_of
@@ -310,7 +310,7 @@ class ItemReader:
 
 
 class _Slice:
-    """An item as an opened file. See :class:`fastensor.checkpoint.opened.OpenedFile`."""
+    """An item as an opened file. See :class:`fastensor.checkpoint.reading.opened.OpenedFile`."""
 
     path = None
     resident_fraction = 0.0

@@ -23,8 +23,8 @@ from fastensor.checkpoint.dcp.metadata import check_planner_data, check_seal, ch
 from fastensor.checkpoint.dcp.storage import directory_at
 from fastensor.checkpoint.directories import METADATA_NAME
 from fastensor.checkpoint.location import locate
-from fastensor.checkpoint.opened import ReadOptions
-from fastensor.checkpoint.ties import sharing
+from fastensor.checkpoint.models.ties import sharing
+from fastensor.checkpoint.reading.opened import ReadOptions
 from fastensor.errors import CheckpointReadError, FastensorError
 from fastensor.files.arguments import check_flags, checks_keywords
 from fastensor.files.shown import shown

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 
-from fastensor.checkpoint.freeing import freeing_afterwards
 from fastensor.checkpoint.location import RemotePath, locate
-from fastensor.checkpoint.opened import OpenedFile, opened
-from fastensor.checkpoint.outputs import Output, Replacement
+from fastensor.checkpoint.reading.opened import OpenedFile, opened
 from fastensor.checkpoint.remote import Upload, open_remote, refusals_as_os_errors
+from fastensor.checkpoint.writing.freeing import freeing_afterwards
+from fastensor.checkpoint.writing.outputs import Output, Replacement
 from fastensor.files import posix
 from fastensor.files.atomic import LEFTOVER_SECONDS, new_file
 from fastensor.files.os_errors import kept_at, read_errors, write_errors
@@ -67,7 +67,7 @@ class Directory(Protocol):
         """
 
     def open(self, name: str) -> AbstractContextManager[OpenedFile]:
-        """Open a file for reading. Raises as :func:`fastensor.checkpoint.opened.opened`."""
+        """Open a file for reading. Raises as :func:`fastensor.checkpoint.reading.opened.opened`."""
 
     def names(self) -> list[str]:
         """The names of all files; none if there is no directory."""

@@ -16,14 +16,14 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fastensor.backends.base import Extent
-from fastensor.checkpoint.catalog import Inspection, TensorInfo, in_words, read_catalog
-from fastensor.checkpoint.conversion.copying import PiecewiseBytes
 from fastensor.checkpoint.dcp.catalog import Contents, check_single, describe, read_contents
 from fastensor.checkpoint.dcp.items import Item, ItemReader, items_by_file
-from fastensor.checkpoint.load import load
 from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.opened import OpenedFile, ReadOptions, opened
-from fastensor.checkpoint.reader import new_array
+from fastensor.checkpoint.reading.load import load
+from fastensor.checkpoint.reading.opened import OpenedFile, ReadOptions, opened
+from fastensor.checkpoint.reading.reader import new_array
+from fastensor.checkpoint.tools.catalog import Inspection, TensorInfo, in_words, read_catalog
+from fastensor.checkpoint.tools.conversion.copying import PiecewiseBytes
 from fastensor.errors import (
     CheckpointReadError,
     CorruptCheckpointError,
@@ -308,7 +308,7 @@ def tensor_bytes(tensors: DirectoryTensors, name: str, limit: int, report: Calla
 
 
 class OpenDirectory:
-    """A distributed checkpoint. See :class:`~fastensor.checkpoint.contents.OpenCheckpoint`."""
+    """A distributed checkpoint. See :class:`~fastensor.checkpoint.tools.contents.OpenCheckpoint`."""
 
     def __init__(self, location: Location, stack: ExitStack, backend: BackendChoice) -> None:
         self._contents = read_contents(cast(str, location))

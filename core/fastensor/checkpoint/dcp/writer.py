@@ -50,10 +50,10 @@ from fastensor.checkpoint.dcp.metadata import file_names, sealed
 from fastensor.checkpoint.dcp.staging import OtherStructureError, staged_again
 from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
 from fastensor.checkpoint.directories import METADATA_NAME, SHARD_NAMES, is_metadata_name
-from fastensor.checkpoint.freeing import wait_for_space
 from fastensor.checkpoint.location import locate
-from fastensor.checkpoint.outputs import Output, StreamOutput
-from fastensor.checkpoint.save_transaction import write_by_backend
+from fastensor.checkpoint.writing.freeing import wait_for_space
+from fastensor.checkpoint.writing.outputs import Output, StreamOutput
+from fastensor.checkpoint.writing.save_transaction import write_by_backend
 from fastensor.errors import CheckpointWriteError, FastensorError, UnsupportedContentError
 from fastensor.files import posix
 from fastensor.files.arguments import check_flags, check_whole, checks_keywords

@@ -13,11 +13,11 @@ import torch
 
 from fastensor.backends import registry
 from fastensor.backends.registry import why_unavailable
-from fastensor.checkpoint.freeing import wait_for_space
-from fastensor.checkpoint.load import load_with_report
 from fastensor.checkpoint.progress import Progress
+from fastensor.checkpoint.reading.load import load_with_report
 from fastensor.checkpoint.report import LoadReport, SaveReport
-from fastensor.checkpoint.save import save
+from fastensor.checkpoint.writing.freeing import wait_for_space
+from fastensor.checkpoint.writing.save import save
 from fastensor.cli.checkup.advice import Advice
 from fastensor.cli.checkup.folder import MAKE_WRITABLE, PREFIX
 from fastensor.cli.values import LEAST_NBYTES

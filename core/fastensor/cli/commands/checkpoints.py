@@ -152,7 +152,7 @@ def convert(
     names = pairs_in(rename or [], "--rename", "OLD=NEW")
     texts = None if metadata is None else pairs_in(metadata, "--metadata", "KEY=TEXT")
     shard_nbytes, memory_nbytes = size_in(shard_size, "--shard-size"), size_in(memory, "--memory")
-    from fastensor.checkpoint.conversion.settings import ConvertSettings
+    from fastensor.checkpoint.tools.conversion.settings import ConvertSettings
     from fastensor.cli import convert as command
 
     settings = ConvertSettings(
