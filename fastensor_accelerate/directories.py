@@ -19,9 +19,9 @@ import re
 import shutil
 from pathlib import Path
 
+from fastensor.checkpoint import ordering
 from fastensor.checkpoint.directories import METADATA_NAME, remove_replaced_shards
 from fastensor.checkpoint.files import make_directories
-from fastensor.checkpoint.writing import ordering
 from fastensor.checkpoint.writing.freeing import freeing_afterwards
 from fastensor.files import posix
 from fastensor.files.new_directory import ASIDE_SUFFIX, DirectoryInUseError, NewDirectory, remove_unless_locked

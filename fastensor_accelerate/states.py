@@ -21,9 +21,9 @@ from accelerate import Accelerator, DistributedType
 
 import fastensor
 from fastensor.backends.registry import announce
+from fastensor.checkpoint import ordering
 from fastensor.checkpoint.agreement import Agreement
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve, staging_first, touch_staging
-from fastensor.checkpoint.writing import ordering
 from fastensor.checkpoint.writing.freeing import wait_for_space
 from fastensor.errors import CheckpointWriteError, CorruptCheckpointError, NotACheckpointError
 from fastensor.files.job_store import has_others

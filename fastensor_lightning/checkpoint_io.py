@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict, cast
 import torch
 
 import fastensor
-from fastensor.checkpoint import cooperative
+from fastensor.checkpoint import cooperative, ordering
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn, log_failures, settle
 from fastensor.checkpoint.asynchronous.settings import WhenBusy
 from fastensor.checkpoint.cooperative.options import CooperativeOptions, check_cooperation
 from fastensor.checkpoint.files import make_parent, remove, remove_at_once
 from fastensor.checkpoint.location import RemotePath, as_in_fsspec, locate
 from fastensor.checkpoint.reading.placement import check_map_location
-from fastensor.checkpoint.writing import ordering
 from fastensor.files.arguments import check_flags, checks_keywords, nearest
 from fastensor.files.atomic import announce_writer, wait_for_writers
 from fastensor.files.job_store import has_others

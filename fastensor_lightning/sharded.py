@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 
 import fastensor
+from fastensor.checkpoint import ordering
 from fastensor.checkpoint.agreement import Agreement
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn
 from fastensor.checkpoint.directories import nbytes_in_directory, survives_power_failure
 from fastensor.checkpoint.files import make_parent, remove_at_once
 from fastensor.checkpoint.location import as_in_fsspec, locate
-from fastensor.checkpoint.writing import ordering
 from fastensor.errors import CheckpointReadError, FastensorError
 from fastensor.files.new_directory import NewDirectory
 from fastensor.files.os_errors import kept_at, write_errors

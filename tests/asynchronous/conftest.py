@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fastensor.checkpoint.writing import ordering
+from fastensor.checkpoint import ordering
 from fastensor.files import posix
 
 PATIENCE_SECONDS = 60

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import fastensor
-from fastensor.checkpoint.writing import ordering
+from fastensor.checkpoint import ordering
 from fastensor.files import arguments
 
 HANG_SECONDS = 30

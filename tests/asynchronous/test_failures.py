@@ -19,9 +19,10 @@ from disks import FullDisk, assert_only
 import fastensor
 from fastensor import AsyncWriter, CheckpointWriteError, SaveDroppedError
 from fastensor.backends import buffers, snapshot
+from fastensor.checkpoint import ordering
 from fastensor.checkpoint.asynchronous import exits, work
 from fastensor.checkpoint.asynchronous import writer as writer_module
-from fastensor.checkpoint.writing import ordering, outputs, save_transaction, target
+from fastensor.checkpoint.writing import outputs, save_transaction, target
 from fastensor.errors import LayoutError
 from fastensor.files import afterwards, posix
 from fastensor.stitch import torch_zip

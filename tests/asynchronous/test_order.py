@@ -17,10 +17,9 @@ from disks import content
 
 import fastensor
 from fastensor import AsyncWriter, SaveDroppedError
-from fastensor.checkpoint import files
+from fastensor.checkpoint import files, ordering
 from fastensor.checkpoint.asynchronous import exits
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve, staging_first, touch_staging
-from fastensor.checkpoint.writing import ordering
 from fastensor.files.afterwards import do_afterwards
 
 

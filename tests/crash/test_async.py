@@ -23,7 +23,7 @@ from programs import Program, run
 import fastensor
 from fastensor import AsyncWriter, FastensorError
 from fastensor.backends.buffers import BUFFER_NBYTES
-from fastensor.checkpoint.writing import ordering
+from fastensor.checkpoint import ordering
 from fastensor.checkpoint.writing.freeing import wait_for_space
 from fastensor.testing import failing_call, short_call
 

@@ -20,7 +20,7 @@ import fastensor
 from fastensor.checkpoint.containers import recognize
 from fastensor.checkpoint.models.names import walk
 from fastensor.errors import FastensorError
-from fastensor.stitch import pickle_records, safetensors, torch_pickle, torch_records, zip_directory
+from fastensor.stitch import parts, pickle_records, safetensors_header, torch_pickle, torch_records, zip_directory
 
 _MOST_VALUES = 10_000
 
@@ -41,7 +41,7 @@ def directory(data: bytes) -> None:
         if archive.compressed:
             return  # its local headers are not read
         for part in archive.parts:
-            begin = torch_records.find_data(part, read(part.begin, zip_directory.LOCAL_HEADER.size), "x")
+            begin = parts.find_data(part, read(part.begin, parts.LOCAL_HEADER.size), "x")
             assert begin + part.nbytes <= part.end <= len(data)
 
 
@@ -53,12 +53,12 @@ def header(data: bytes) -> None:
 
 def _read_header(data: bytes) -> None:
     with contextlib.suppress(FastensorError):
-        nbytes = safetensors.header_nbytes(data[:8], len(data), "x")
+        nbytes = safetensors_header.header_nbytes(data[:8], len(data), "x")
         assert nbytes <= len(data)
-        parsed = safetensors.parse_header(data[:nbytes], len(data), where="x")
+        parsed = safetensors_header.parse_header(data[:nbytes], len(data), where="x")
         assert sum(tensor.nbytes for tensor in parsed.tensors) == len(data) - nbytes
         for tensor in parsed.tensors:
-            safetensors.torch_dtype(tensor, "x")
+            safetensors_header.torch_dtype(tensor, "x")
             assert nbytes <= tensor.begin <= tensor.end <= len(data)
 
 

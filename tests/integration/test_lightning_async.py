@@ -27,7 +27,7 @@ from programs import free_port, run, run_ranks
 import fastensor
 from fastensor.backends import snapshot
 from fastensor.backends.buffers import BUFFER_NBYTES
-from fastensor.checkpoint.writing import ordering
+from fastensor.checkpoint import ordering
 from fastensor.files import posix
 from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO
 

@@ -25,8 +25,9 @@ import pytest
 import torch
 
 import fastensor
+from fastensor.checkpoint.location import Target
 from fastensor.checkpoint.writing.freeing import wait_for_space
-from fastensor.checkpoint.writing.target import Target, open_output
+from fastensor.checkpoint.writing.target import open_output
 from fastensor.errors import CheckpointWriteError
 from fastensor.files import posix
 from fastensor.testing import failing_call

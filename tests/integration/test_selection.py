@@ -22,8 +22,8 @@ from fastensor.backends.torch import TorchBackend
 from fastensor.errors import BackendUnavailableError
 from fastensor.files import posix
 from fastensor.select import current
+from fastensor.select.context import bucket_of
 from fastensor.select.files import Kind, file_for
-from fastensor.select.sizes import bucket_of
 from fastensor.testing.calls import Call, intercepted
 
 STATE = {"w": torch.arange(200_000), "b": torch.ones(3)}

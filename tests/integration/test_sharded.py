@@ -35,7 +35,7 @@ from fastensor import (
 )
 from fastensor.checkpoint.models.sharded import split
 from fastensor.cli.output import UNCHECKED
-from fastensor.stitch.source import skips_values
+from fastensor.stitch.plain_tensors import skips_values
 from fastensor.testing.calls import intercepted
 from fastensor.testing.faults import failing_call
 

@@ -22,7 +22,7 @@ from public import GIVEN, public_names
 
 import fastensor
 from fastensor.checkpoint import cooperative
-from fastensor.checkpoint.writing.nested import is_nested
+from fastensor.checkpoint.nested import is_nested
 from fastensor.data import LmdbDataset, Merging
 from fastensor.files.arguments import checks_keywords, checks_keywords_with
 from fastensor.offload import OffloadConfig

@@ -16,13 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastensor.errors import BackendUnavailableError
-from fastensor.select.choice import Choice
-from fastensor.select.context import Context
-from fastensor.select.dictionary import MOST_NBYTES, MOST_SAMPLES, Change, Dictionary, DictionaryError, Key, Timing
+from fastensor.select.choice import Choice, winners
+from fastensor.select.context import Context, bucket_of, size_of
+from fastensor.select.dictionary import (
+    MOST_NBYTES,
+    MOST_SAMPLES,
+    Change,
+    Dictionary,
+    DictionaryError,
+    Key,
+    Line,
+    Timing,
+)
 from fastensor.select.selector import CREDIT_SECONDS, SHARE, Selector
-from fastensor.select.sizes import Line, bucket_of, size_of
 from fastensor.select.transfer import Transfer
-from fastensor.select.winners import winners
 
 MIB = 1 << 20
 WRITE, READ = Context("write"), Context("read")

@@ -26,7 +26,7 @@ from fastensor.backends.base import Backend, SlotBackend
 from fastensor.errors import UnknownBackendError
 from fastensor.files.arguments import nearest
 from fastensor.files.forks import lock_of
-from fastensor.files.installed import entry_points_of, is_mentioned
+from fastensor.files.importing import entry_points_of, is_mentioned
 
 if TYPE_CHECKING:
     from fastensor.stitch.source import Source

@@ -16,7 +16,8 @@ from isal import isal_zlib
 from fastensor.backends.base import Extent, Reader
 from fastensor.errors import BackendUnavailableError
 from fastensor.files import posix
-from fastensor.stitch.source import Source, skips_values
+from fastensor.stitch.plain_tensors import skips_values
+from fastensor.stitch.source import Source
 from fastensor.stitch.torch_zip import TorchZip
 
 _GATHERED_NBYTES = 64 << 10

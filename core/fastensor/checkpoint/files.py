@@ -9,9 +9,9 @@ import posixpath
 from typing import TYPE_CHECKING
 
 from fastensor.checkpoint.location import RemotePath, locate
+from fastensor.checkpoint.ordering import wait_to_remove
 from fastensor.checkpoint.remote import refusals_as_os_errors
 from fastensor.checkpoint.writing.freeing import freeing_afterwards
-from fastensor.checkpoint.writing.ordering import wait_to_remove
 from fastensor.files import posix
 from fastensor.files.new_directory import remove_directory
 

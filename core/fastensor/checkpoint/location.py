@@ -32,6 +32,20 @@ class RemotePath:
     """Inside the filesystem."""
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The file that a save writes."""
+
+    path: str
+    """The given path, with symlinks followed."""
+    is_descriptor: bool = False
+    """True if the path names an open file of this process: ``/dev/fd/3``, ``/proc/self/fd/3``."""
+
+    @property
+    def directory(self) -> str:
+        return os.path.dirname(self.path)
+
+
 def locate(location: Location, storage_options: Mapping[str, Any] | None = None) -> str | RemotePath | BinaryIO:
     """The kind of a location: a local path (``file://`` URLs are such), a remote one, or an open file.
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fastensor.backends.registry import Fallback
-from fastensor.checkpoint.writing.freeing import Freeing
 from fastensor.errors import UnverifiedCheckpointWarning
 from fastensor.files.shown import record_repr, without_secrets
-from fastensor.files.warning import warn_caller
 from fastensor.files.words import human_rate, human_seconds, human_size
+
+
+@dataclass(slots=True, eq=False)
+class Freeing:
+    """Progress of freeing the space of a file that has lost its name."""
+
+    nbytes: int = 0
+    """Bytes that are freed. 0 if the file has other names, or was missing."""
+    seconds: float | None = None
+    """Seconds that freeing took; None until it is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +122,8 @@ def warn_unverified(where: str, why: str = "") -> None:
         where: the file's name.
         why: the reason, if there is more to say than that the file carries no checksums.
     """
+    from fastensor.files.warning import warn_caller
+
     because = f": {why}" if why else ""
     warn_caller(
         f"{where}: the file carries no checksums that could be verified{because}; it is taken as it is. Saving or "

@@ -18,12 +18,11 @@ from fastensor.cli.output import FAILED, OK, print_json, print_table, printable
 from fastensor.cli.plot import plot
 from fastensor.errors import FastensorError
 from fastensor.files.words import human_seconds, human_size
-from fastensor.select.context import Context
+from fastensor.select.choice import in_order
+from fastensor.select.context import Context, size_of
 from fastensor.select.dictionary import Dictionary, DictionaryError, Entry, replacing
 from fastensor.select.files import DictionaryFile, Kind, default_folder, file_for, files_in, read, read_text
 from fastensor.select.paper_csv import Which, from_csv, to_csv
-from fastensor.select.sizes import size_of
-from fastensor.select.winners import in_order
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fastensor.errors import FastensorError
 from fastensor.files.words import MIB, human_size
-from fastensor.select.context import Context
+from fastensor.select.choice import in_order
+from fastensor.select.context import Context, size_of
 from fastensor.select.dictionary import Dictionary
-from fastensor.select.sizes import size_of
-from fastensor.select.winners import in_order
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,11 +1,25 @@
-"""Names of packages that are imported on their first use: torch takes seconds, and a process may never need it."""
+"""Importing late and seldom: names of packages on their first use, since torch takes seconds and a process may never
+need it; and entry points of installed packages, found fast.
+
+``importlib.metadata.entry_points`` reads and parses what every installed package says about itself, which takes longer
+than loading a small checkpoint. Here the files are only searched for the name of the group; they are parsed if one of
+them mentions it.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
-from typing import Any
+from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+_METADATA = ("dist-info", "egg-info")
 
 
 def on_first_use(package: str, homes: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
@@ -27,3 +41,50 @@ def on_first_use(package: str, homes: Mapping[str, tuple[str, ...]]) -> Callable
         return value
 
     return find
+
+
+def entry_points_of(group: str) -> tuple[EntryPoint, ...]:
+    """The entry points of a group, as ``importlib.metadata.entry_points(group=group)`` has them.
+
+    Raises:
+        Exception: the metadata of a package is damaged.
+    """
+    if not is_mentioned(group):
+        return ()
+    from importlib.metadata import entry_points
+
+    return tuple(entry_points(group=group))
+
+
+def is_mentioned(group: str) -> bool:
+    """False if no installed package has entry points of the group; True if one may have.
+
+    What is found in a folder is remembered as long as ``sys.path`` stays the same.
+    """
+    if any(hasattr(finder, "find_distributions") and finder is not PathFinder for finder in sys.meta_path):
+        return True  # packages may be where no folder shows them
+    return _is_mentioned_in_one_of(tuple(dict.fromkeys(sys.path)), group.encode())
+
+
+@cache
+def _is_mentioned_in_one_of(folders: tuple[str, ...], group: bytes) -> bool:
+    return any(_is_mentioned_in(folder, group) for folder in folders)
+
+
+def _is_mentioned_in(folder: str, group: bytes) -> bool:
+    try:
+        with os.scandir(folder or ".") as entries:
+            packages = [entry.path for entry in entries if entry.name.lower().endswith(_METADATA)]
+    except NotADirectoryError:
+        return True  # an archive
+    except OSError:
+        return False  # Python finds no package there either
+    return any(group in _content(f"{package}/entry_points.txt") for package in packages)
+
+
+def _content(path: str) -> bytes:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.readall()
+    except OSError:
+        return b""

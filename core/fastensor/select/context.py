@@ -1,7 +1,10 @@
-"""The circumstances that decide, besides its size, how fast a transfer is, and the rule by both. Pure."""
+"""What decides how fast a transfer is: its circumstances, and its size in buckets that share their timings; and the
+rule by both. Pure."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import ceil, log2
 from typing import Literal, NamedTuple, TypeAlias
 
 from fastensor.files.arguments import checks_keywords
@@ -13,6 +16,9 @@ takes longer for a smaller file in a new process than it saves."""
 RESIDENT_FRACTION = 2 / 3
 """Files of which at least this fraction is in the page cache are read through it. Cold bytes cost about 2.4 times as
 much that way as by direct reads, resident bytes a seventh, so the two are equal at 0.62."""
+_PER_OCTAVE = 2
+LEAST_BUCKET = 12 * _PER_OCTAVE
+"""The bucket of all sizes up to 4 KiB."""
 STAGED = "staged"
 """Stands in place of a device: an asynchronous save has copied the bytes, and the program goes on meanwhile."""
 
@@ -62,6 +68,36 @@ def by_rule(context: Context, nbytes: int) -> str:
     """
     is_resident = context.operation == "read" and context.warm
     return "numpy" if is_resident or nbytes < DIRECT_NBYTES[context.operation] else "direct"
+
+
+@lru_cache(1024)
+def bucket_of(nbytes: int) -> int:
+    """The bucket of a size: the next power of the square root of two, by its exponent.
+
+    >>> [bucket_of(nbytes) for nbytes in (0, 4096, 4097, 1 << 20, (1 << 20) + 1)]
+    [24, 24, 25, 40, 41]
+    """
+    return max(ceil(log2(nbytes) * _PER_OCTAVE), LEAST_BUCKET) if nbytes > 1 else LEAST_BUCKET
+
+
+@lru_cache(1024)
+def size_of(bucket: int) -> int:
+    """The largest size in a bucket, in bytes. Timings are scaled to this size.
+
+    >>> size_of(40), bucket_of(size_of(41))
+    (1048576, 41)
+    """
+    return int(2 ** (bucket / _PER_OCTAVE))
+
+
+def scaled(seconds: float, nbytes: int) -> float:
+    """The time of a transfer, scaled to the largest size in its bucket.
+
+    >>> round(scaled(0.3, 800 << 10), 3), scaled(0.3, 10)
+    (0.384, 0.3)
+    """
+    bucket = bucket_of(nbytes)
+    return seconds if bucket == LEAST_BUCKET else seconds * size_of(bucket) / nbytes
 
 
 _STATES: dict[Operation, tuple[str, str]] = {"write": ("durable", "unsynced"), "read": ("cold", "resident")}

@@ -15,8 +15,7 @@ from fastensor.errors import FastensorError
 from fastensor.files.arguments import as_nbytes, checks_keywords
 from fastensor.files.shown import shown
 from fastensor.files.words import counted, human_seconds, human_size
-from fastensor.select.context import Context
-from fastensor.select.sizes import Line, bucket_of, scaled, size_of
+from fastensor.select.context import Context, bucket_of, scaled, size_of
 
 MOST_SAMPLES = 9
 """The most samples of a backend that are kept: enough to tell backends apart if timings vary by half, and few enough to
@@ -33,6 +32,10 @@ _MOST_SECONDS = 1e9
 _LEAST_SECONDS = 1e-9
 """The least time of a sample: with a coarse clock a transfer may seem to take no time."""
 _FORMAT = "fastensor dictionary"
+_FORGETTING = 0.98
+"""Weight of a measurement relative to the next one: about the latest 50 decide."""
+_ONE_SIZE = 1e-3
+"""Below this relative variance (sizes within about 3 %), the slope is not fitted."""
 
 
 class DictionaryError(FastensorError, ValueError):
@@ -76,6 +79,51 @@ class Timing:
 def _quantile(samples: Sequence[float], share: float) -> float:
     """The sample that this share of the others is less than, or the next lower one."""
     return max(sorted(samples)[int((len(samples) - 1) * share)], _LEAST_SECONDS)
+
+
+@dataclass(slots=True)
+class Line:
+    """Latency plus bytes over bandwidth, fitted to measurements of one backend in one context.
+
+    The fit minimizes squares of relative errors: a transfer of 4 KiB counts as much as one of 4 GiB, and a transfer
+    that took ten times as long as expected has little weight.
+
+    >>> line = Line()
+    >>> for nbytes in (1000, 2000, 3000):
+    ...     line.add(nbytes, 1.0 + nbytes / 1000)
+    >>> round(line.seconds(10_000), 6)
+    11.0
+    """
+
+    _weight: float = 0.0
+    _bytes: float = 0.0
+    _bytes_squared: float = 0.0
+    _seconds: float = 0.0
+    _product: float = 0.0
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        """Add a measurement; ``seconds`` is above zero."""
+        weight = 1.0 / (seconds * seconds)
+        self._weight = _FORGETTING * self._weight + weight
+        self._bytes = _FORGETTING * self._bytes + weight * nbytes
+        self._bytes_squared = _FORGETTING * self._bytes_squared + weight * nbytes * nbytes
+        self._seconds = _FORGETTING * self._seconds + weight * seconds
+        self._product = _FORGETTING * self._product + weight * nbytes * seconds
+
+    def seconds(self, nbytes: int) -> float:
+        """The expected time of a transfer of ``nbytes``. At least one measurement was added before.
+
+        If only one size was measured, larger sizes are expected to take longer in proportion, and smaller sizes equally
+        long: that is the most that either can take.
+        """
+        mean_bytes, mean_seconds = self._bytes / self._weight, self._seconds / self._weight
+        determinant = self._weight * self._bytes_squared - self._bytes * self._bytes
+        if determinant > _ONE_SIZE * self._weight * self._bytes_squared:
+            slope = (self._weight * self._product - self._bytes * self._seconds) / determinant
+            latency = mean_seconds - slope * mean_bytes
+            if slope >= 0 and latency >= 0:
+                return latency + slope * nbytes
+        return mean_seconds * max(nbytes / mean_bytes, 1.0) if mean_bytes else mean_seconds
 
 
 class Key(NamedTuple):

@@ -12,10 +12,9 @@ import io
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from fastensor.backends.registry import PAPER_NAMES
-from fastensor.select.context import Context
+from fastensor.select.choice import in_order
+from fastensor.select.context import Context, size_of
 from fastensor.select.dictionary import Change, Dictionary, DictionaryError, Entry
-from fastensor.select.sizes import size_of
-from fastensor.select.winners import in_order
 
 Which: TypeAlias = Literal["WDic", "RDic", "WRDic"]
 """The paper's dictionaries: times of writes, times of reads, and the sums of both."""

@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from fastensor.backends.registry import AUTO
 from fastensor.files.job_store import call_within
+from fastensor.select.choice import Winners, winners
 from fastensor.select.current import current_selector
 from fastensor.select.dictionary import Dictionary, DictionaryError, Key
 from fastensor.select.machine import identity
 from fastensor.select.selector import Selector
-from fastensor.select.winners import Winners, winners
 
 _PATIENCE = timedelta(minutes=5)
 """Time that ranks wait for a rank that does not answer. The death of a rank is noticed at once."""

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Final
 
-from fastensor.select.context import Context
+from fastensor.select.context import LEAST_BUCKET, Context, bucket_of, size_of
 from fastensor.select.dictionary import Change, Dictionary
 from fastensor.select.files import file_for
-from fastensor.select.sizes import LEAST_BUCKET, bucket_of, size_of
 
 NAME: Final = "torch.save"
 _CONTEXT = Context("write")

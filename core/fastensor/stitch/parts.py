@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from fastensor.errors import CorruptCheckpointError
+
+LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+"""The header in front of a record of a zip archive (PKWARE APPNOTE 6.3, section 4.3.7)."""
+LOCAL_SIGNATURE = b"PK\x03\x04"
+_LENGTHS = struct.Struct("<4s22x2H")
+"""A local header: its signature, and the sizes of the name and of the extra field."""
 
 
 class Part(NamedTuple):
@@ -81,3 +88,29 @@ def check_crc32(part: Part, offset: int, found: int, where: str) -> None:
             f"{where}: {damage}: the file was damaged after it was written. Load an older checkpoint, or pass "
             f"verify=False to get the damaged values"
         )
+
+
+def find_data(part: Part, header: bytes | bytearray | memoryview, where: str) -> int:
+    """The offset at which the data of a record begins, from its local header.
+
+    Raises:
+        CorruptCheckpointError: the local header contradicts the directory. A changed length in the header would make
+            other bytes the data.
+    """
+    signature, name_nbytes, extra_nbytes = _LENGTHS.unpack_from(header)
+    begin: int = part.begin + part.header_nbytes + extra_nbytes
+    if (
+        signature != LOCAL_SIGNATURE
+        or LOCAL_HEADER.size + name_nbytes != part.header_nbytes
+        or begin + part.nbytes > part.end
+    ):
+        raise CorruptCheckpointError(
+            f"{where}: the local header of {part.title} at offset {part.begin} contradicts the directory: the file was "
+            f"damaged after it was written"
+        )
+    return begin
+
+
+def stand_in_header(part: Part) -> bytes:
+    """A sound local header for a record that is not read."""
+    return LOCAL_HEADER.pack(LOCAL_SIGNATURE, *[0] * 8, part.header_nbytes - LOCAL_HEADER.size, 0)

@@ -10,12 +10,15 @@ from __future__ import annotations
 import copyreg
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
+NO_VALUES = "torch.serialization.skip_data is active, which asks torch.save for a file without values"
+"""The reason, for reports and the log, for which torch itself writes a file."""
 _KNOWN_TORCH = re.compile(r"2\.1[0-5]\.\d+(\+.*)?")
 """Releases of torch whose ``Tensor.__reduce_ex__``, ``torch.serialization`` and unpickler have been read."""
 _reduce_ex = torch.Tensor.__reduce_ex__
@@ -160,3 +163,23 @@ def _host_location() -> str | None:
     """Location that torch's pickle names for storages of the host, if torch asks for that before anything else."""
     serialization = torch.serialization
     return "cpu" if torch_is_known() and serialization._package_registry[0][1] is serialization._cpu_tag else None
+
+
+def skips_values() -> bool:
+    """True if ``torch.serialization.skip_data`` is active in this thread."""
+    options = getattr(torch.serialization, "_serialization_tls", None)
+    return bool(getattr(options, "skip_data", False))
+
+
+@contextmanager
+def values_kept() -> Iterator[None]:
+    """Have torch read and write values in this thread, whether ``torch.serialization.skip_data`` is active or not."""
+    skipped = skips_values()
+    options: Any = getattr(torch.serialization, "_serialization_tls", None)
+    try:
+        if skipped:
+            options.skip_data = False
+        yield
+    finally:
+        if skipped:
+            options.skip_data = True

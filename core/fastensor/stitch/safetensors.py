@@ -1,81 +1,41 @@
-"""The safetensors container: planning a file, and reading its header (the format's README, huggingface/safetensors).
-
-A file is the length of the header (8 bytes, little endian), the header (a JSON object, padded with spaces to a multiple
-of 8), and the tensors' bytes, one behind the other, larger dtypes first, then by name. A planned file is byte for byte
-what ``safetensors.torch.save_file`` writes. With checksums, ``__metadata__`` has an entry for them, and names a format
-(``FORMAT.md``).
-"""
+"""Planning a safetensors file. A planned file is byte for byte what ``safetensors.torch.save_file`` writes; see
+``safetensors_header.py`` for what stands in it."""
 
 from __future__ import annotations
 
 import json
-import math
-import re
 import struct
 import sys
 import zlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from operator import attrgetter
 from typing import Any
 
 import torch
 
-from fastensor.errors import BackendUnavailableError, CorruptCheckpointError, UnsupportedContentError
+from fastensor.errors import BackendUnavailableError, UnsupportedContentError
 from fastensor.stitch.areas import Area, overlapping
 from fastensor.stitch.image import Header, Image, Payload, Segment
-from fastensor.stitch.parts import Part
-from fastensor.stitch.shape import MAX_SIZE, is_shape
-from fastensor.stitch.signatures import LENGTH_NBYTES, MAX_HEADER_NBYTES
+from fastensor.stitch.safetensors_header import (
+    BLANK,
+    CHECKSUM_KEY,
+    DTYPES,
+    ENTRY,
+    FROM_FILE,
+    MARK,
+    METADATA_KEY,
+    is_unicode,
+)
+from fastensor.stitch.shape import is_shape
+from fastensor.stitch.signatures import MAX_HEADER_NBYTES
 from fastensor.stitch.source import Plan
 
-CHECKSUM_KEY = "fastensor.crc32"
-_MARK = b"  "
-"""Stands between the name and the text of that entry. JSON ignores it, and tools that copy metadata do not copy it."""
-_ENTRY = re.compile(rb'(?<!\\)"' + re.escape(CHECKSUM_KEY.encode()) + b'":(' + _MARK + b')?"')
-"""The beginning of the entry. Within a text, the first quote would be escaped."""
 OF_TORCH = {"format": "pt"}
 """The metadata by which other libraries know that the tensors are torch's. Accelerate, huggingface_hub and transformers
 before 5 take a file without metadata, and refuse one whose metadata name no format."""
-METADATA_KEY = "__metadata__"
 _ALIGNMENT = 8
-_BLANK = "0" * 8
-_DTYPES: tuple[tuple[str, str, int], ...] = (
-    ("U64", "uint64", 64), ("I64", "int64", 64), ("F64", "float64", 64), ("C64", "complex64", 64),
-    ("F32", "float32", 32), ("U32", "uint32", 32), ("I32", "int32", 32),
-    ("BF16", "bfloat16", 16), ("F16", "float16", 16), ("U16", "uint16", 16), ("I16", "int16", 16),
-    ("F8_E5M2FNUZ", "float8_e5m2fnuz", 8), ("F8_E4M3FNUZ", "float8_e4m3fnuz", 8), ("F8_E8M0", "float8_e8m0fnu", 8),
-    ("F8_E4M3", "float8_e4m3fn", 8), ("F8_E5M2", "float8_e5m2", 8), ("I8", "int8", 8), ("U8", "uint8", 8),
-    ("F6_E3M2", "", 6), ("F6_E2M3", "", 6), ("F4", "float4_e2m1fn_x2", 4), ("BOOL", "bool", 8),
-)  # fmt: skip
-"""Name in the file, name in torch (empty if torch has none), bits per element; in the order of tensors in a file."""
-_BITS = {name: bits for name, _, bits in _DTYPES}
-_FROM_FILE: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own, _ in _DTYPES if hasattr(torch, own)}
-_TO_FILE = {dtype: name for name, dtype in _FROM_FILE.items()}
-_RANK = {name: rank for rank, (name, _, _) in enumerate(_DTYPES)}
-_COPIED = (
-    f"another tool has written it, and copied {CHECKSUM_KEY!r} in its metadata from a file of Fastensor's, whose "
-    f"checksums these are"
-)
-_CHECKSUMS = re.compile(r"[0-9a-f]{8}(?: [0-9a-f]{8})*")
-
-
-@dataclass(frozen=True, slots=True)
-class SafetensorsHeader:
-    """The header of a file."""
-
-    tensors: tuple[Part, ...]
-    """The tensors, in the order of the header."""
-    metadata: Mapping[str, str]
-    """The metadata without the entry for the checksums."""
-    nbytes: int
-    """Offset of the data region."""
-    checked: bool
-    """True if the file carries checksums, the header's among them, which matches."""
-    unchecked: str = ""
-    """Reason for which ``checked`` is False, if there is more to say than that the file carries no checksums."""
+_TO_FILE = {dtype: name for name, dtype in FROM_FILE.items()}
+_RANK = {name: rank for rank, (name, _, _) in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +54,7 @@ class SafetensorsPlan(Plan):
         if self.blanks is None:
             return b""
         head = bytearray(self.header)
-        own = self.blanks + len(_BLANK)
+        own = self.blanks + len(BLANK)
         tensors = "".join(f" {crc32:08x}" for crc32 in checksums).encode()
         if head[own + len(tensors) : own + len(tensors) + 1] != b'"':  # the text ends elsewhere
             raise BackendUnavailableError(
@@ -122,7 +82,7 @@ def plan(tensors: Any, *, metadata: Mapping[str, str] | None, checksums: bool) -
     texts = _checked_metadata(metadata)
     order = sorted(checked, key=lambda name: (_RANK[_TO_FILE[checked[name].dtype]], name.encode()))
     if checksums:
-        texts = {**with_format(texts or {}), CHECKSUM_KEY: " ".join([_BLANK] * (len(order) + 1))}
+        texts = {**with_format(texts or {}), CHECKSUM_KEY: " ".join([BLANK] * (len(order) + 1))}
     header, begins = _header(order, checked, texts, is_ours=checksums)
     segments: list[Segment] = [Header(0, header)]
     for index, name in enumerate(order):
@@ -130,7 +90,7 @@ def plan(tensors: Any, *, metadata: Mapping[str, str] | None, checksums: bool) -
             before = int(checked[name].storage_offset()) * checked[name].itemsize
             behind = int(checked[name].untyped_storage().nbytes()) - before - nbytes
             segments.append(Payload(begins[index], nbytes, index, before=before, behind=behind))
-    found = _ENTRY.search(header) if checksums else None
+    found = ENTRY.search(header) if checksums else None
     storages = tuple(checked[name].untyped_storage() for name in order)
     return SafetensorsPlan(Image(segments), storages, header, found.end() if found else None)
 
@@ -150,7 +110,7 @@ def _header(
         content[name] = {"dtype": dtype, "shape": _shape_in_file(tensor), "data_offsets": [begins[-1], at]}
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
     if is_ours:
-        text = _ENTRY.sub(lambda entry: entry[0][:-1] + _MARK + entry[0][-1:], text, count=1)
+        text = ENTRY.sub(lambda entry: entry[0][:-1] + MARK + entry[0][-1:], text, count=1)
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_HEADER_NBYTES:
         raise UnsupportedContentError(
@@ -195,7 +155,7 @@ def _reason_to_refuse(name: object, tensor: object) -> str:
         return f"its name is of type {type(name).__name__}, expected str"
     if name == METADATA_KEY:
         return "the format keeps that name for itself; use another one"
-    if not _is_text(name):
+    if not is_unicode(name):
         return "its name holds a lone surrogate, which UTF-8 does not have; use another one"
     if not isinstance(tensor, torch.Tensor):
         return f"it is of type {type(tensor).__name__}, expected a tensor; save a .ckpt, or put texts into metadata"
@@ -247,7 +207,7 @@ def _checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str] | No
             raise UnsupportedContentError(
                 f"metadata of a .safetensors file maps str to str, found {key!r}: {value!r}; json.dumps makes texts"
             )
-        if not (_is_text(key) and _is_text(value)):
+        if not (is_unicode(key) and is_unicode(value)):
             raise UnsupportedContentError(f"metadata {key!r} holds a lone surrogate, which UTF-8 does not have")
     return {key: value for key, value in metadata.items() if key != CHECKSUM_KEY}  # of another file
 
@@ -264,195 +224,3 @@ def with_format(metadata: Mapping[str, str]) -> Mapping[str, str]:
 def beyond_format(metadata: Mapping[str, str]) -> dict[str, str]:
     """Metadata beside the entry that tensors are torch's, which every file with checksums has."""
     return {name: text for name, text in metadata.items() if (name, text) not in OF_TORCH.items()}
-
-
-def _is_text(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def torch_dtype(tensor: Part, where: str) -> torch.dtype:
-    """The torch dtype of a tensor.
-
-    Raises:
-        UnsupportedContentError: this torch does not have it.
-    """
-    try:
-        return _FROM_FILE[tensor.dtype]
-    except KeyError:
-        raise UnsupportedContentError(
-            f"{where}: tensor {tensor.name!r} is of dtype {tensor.dtype}, which torch {torch.__version__} does not have"
-        ) from None
-
-
-def header_nbytes(start: bytes, nbytes: int, where: str) -> int:
-    """The size of the header, its length included.
-
-    Args:
-        start: the first 8 bytes of the file, or all of a shorter one.
-        nbytes: size of the file.
-        where: the file's name, for messages.
-
-    Raises:
-        CorruptCheckpointError: the file is shorter.
-    """
-    if len(start) < LENGTH_NBYTES:
-        raise CorruptCheckpointError(
-            f"{where}: {nbytes} bytes at offset 0, too few for a safetensors file; it was cut off"
-        )
-    length = int(struct.unpack("<Q", start)[0])
-    if length > min(MAX_HEADER_NBYTES, nbytes - LENGTH_NBYTES):
-        raise CorruptCheckpointError(
-            f"{where}: the length at offset 0 claims a header of {length} bytes, but the file has {nbytes} and headers "
-            f"have at most {MAX_HEADER_NBYTES}; the file is damaged, was cut off, or is not a safetensors file"
-        )
-    return LENGTH_NBYTES + length
-
-
-def parse_header(data: bytes, nbytes: int, *, where: str, verify: bool = True) -> SafetensorsHeader:
-    """Read and check a header.
-
-    Args:
-        data: the first :func:`header_nbytes` bytes of the file.
-        nbytes: size of the file.
-        where: the file's name, for messages.
-        verify: whether to read and compare checksums. If not, the result is that of a file without checksums.
-
-    Raises:
-        CorruptCheckpointError: the header cannot be parsed, contradicts itself or the file's size, or does not match
-            its checksum.
-    """
-    content = _parse_json(data[LENGTH_NBYTES:], where)
-    metadata = _parse_metadata(content.pop(METADATA_KEY, {}), where)
-    text = metadata.pop(CHECKSUM_KEY, None)
-    checksums = None if text is None or not verify else _parse_checksums(text, len(content), data, where)
-    unchecked = _COPIED if text is not None and verify and checksums is None else ""
-    tensors = tuple(
-        _parse_tensor(name, value, None if checksums is None else checksums[i], len(data), where)
-        for i, (name, value) in enumerate(content.items())
-    )
-    _check_tiling(tensors, len(data), nbytes, where)
-    return SafetensorsHeader(tensors, metadata, len(data), checksums is not None, unchecked)
-
-
-def _parse_json(data: bytes, where: str) -> dict[str, Any]:
-    here = f"{where}: the header at offset {LENGTH_NBYTES}"
-    if data[:1] != b"{":
-        raise CorruptCheckpointError(f"{here} begins with {data[:1]!r}, expected {b'{'!r}; not a safetensors file")
-    try:
-        content = json.loads(data.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:  # JSON, UTF-8, and numbers of thousands of digits
-        raise CorruptCheckpointError(f"{here} is not sound JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise CorruptCheckpointError(f"{here} holds a JSON {type(content).__name__}, expected an object")
-    return content
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{_shortened(name)} occurs twice")
-    for name in result:
-        if not name.isascii() and not _is_text(name):
-            raise ValueError("a name holds a lone surrogate")
-    return result
-
-
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _parse_metadata(value: Any, where: str) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(text, str) and _is_text(text) for text in value.values()):
-        raise CorruptCheckpointError(f"{where}: {METADATA_KEY} in the header maps something else than texts to texts")
-    return dict(value)
-
-
-def _parse_checksums(text: str, tensors: int, data: bytes, where: str) -> list[int] | None:
-    """The CRC32 of each tensor, in the order of the header; None if another tool has copied them from another file.
-
-    They are this file's if the header's own matches. If it does not, the header is damaged if it is one of ours.
-    """
-    entry = _ENTRY.search(data)
-    is_ours = entry is not None and entry[1] == _MARK
-    is_complete = _CHECKSUMS.fullmatch(text) and len(text) == 9 * (tensors + 1) - 1
-    own = entry.end() if entry else len(data)
-    found = zlib.crc32(b"".join((data[:own], _BLANK.encode(), data[own + len(_BLANK) :])))
-    if is_complete and found == int(text[: len(_BLANK)], 16):  # as in files that an older Fastensor wrote unmarked
-        return [int(word, 16) for word in text.split(" ")[1:]]
-    if not is_ours:
-        return None
-    if not is_complete:
-        raise CorruptCheckpointError(
-            f"{where}: {CHECKSUM_KEY!r} in the header at offset {LENGTH_NBYTES} does not hold {tensors + 1} CRC32s: "
-            f"the file was damaged after it was written. Load an older checkpoint, or pass verify=False to load it "
-            f"unverified"
-        )
-    raise CorruptCheckpointError(
-        f"{where}: the header ({len(data)} bytes at offset 0) has CRC32 {found:08x}, expected {text[: len(_BLANK)]}: "
-        f"the file was damaged after it was written. Load an older checkpoint, or pass verify=False to load it "
-        f"unverified"
-    )
-
-
-def _parse_tensor(name: str, value: Any, crc32: int | None, base: int, where: str) -> Part:
-    here = f"{where}: tensor {name!r} in the header"
-    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise CorruptCheckpointError(
-            f"{here} is described by {_shortened(value)}, expected dtype, shape and data_offsets"
-        )
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _BITS:
-        raise CorruptCheckpointError(f"{here} has dtype {_shortened(dtype)}, which the format does not have")
-    if not _are_sizes(shape) or not is_shape(shape):
-        raise CorruptCheckpointError(f"{here} has shape {_shortened(shape)}, which no tensor has")
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CorruptCheckpointError(f"{here} has data_offsets {_shortened(offsets)}, expected [begin, end]")
-    bits = math.prod(shape) * _BITS[dtype]
-    if bits != 8 * (offsets[1] - offsets[0]):
-        raise CorruptCheckpointError(
-            f"{here}: {dtype} of shape {list(shape)} takes {bits / 8:g} bytes, but its data_offsets {offsets} have "
-            f"room for {offsets[1] - offsets[0]}"
-        )
-    if dtype == "F4":
-        if not shape or shape[-1] % 2:
-            raise CorruptCheckpointError(f"{here} has shape {list(shape)}; the last size of F4 is even")
-        shape = [*shape[:-1], shape[-1] // 2]
-    begin, end = offsets
-    return Part(name, end - begin, crc32, base + begin, base + end, 0, dtype, tuple(shape))
-
-
-def _are_sizes(value: Any) -> bool:
-    if not isinstance(value, list):
-        return False
-    for size in value:  # noqa: SIM110  # several times faster than all(), for tens of thousands of tensors
-        if type(size) is not int or not 0 <= size <= MAX_SIZE:
-            return False
-    return True
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _check_tiling(tensors: Sequence[Part], base: int, nbytes: int, where: str) -> None:
-    """The tensors follow each other without gaps or overlaps, from the header to the end of the file."""
-    ordered = sorted(tensors, key=attrgetter("begin", "end"))
-    for before, after in pairwise(ordered):
-        if before.end != after.begin:
-            kind = "overlap" if before.end > after.begin else "leave a gap"
-            raise CorruptCheckpointError(
-                f"{where}: tensors {before.name!r} and {after.name!r} {kind} at offset {after.begin}; the header "
-                f"is wrong"
-            )
-    begin, end = (ordered[0].begin, ordered[-1].end) if ordered else (base, base)
-    if (begin, end) != (base, nbytes):
-        raise CorruptCheckpointError(
-            f"{where}: the header says that tensors take the bytes from {begin} to {end}, but there are those from "
-            f"{base} to {nbytes}: the file was cut off, or something was appended to it"
-        )

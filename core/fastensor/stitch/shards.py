@@ -21,9 +21,9 @@ from isal import isal_zlib
 
 from fastensor.errors import LayoutError
 from fastensor.stitch.image import CHECKSUM_NBYTES, Blank, Header, Image, Payload, Segment
-from fastensor.stitch.plain_tensors import lazy_state, storage_class
+from fastensor.stitch.plain_tensors import lazy_state, skips_values, storage_class
 from fastensor.stitch.shape import is_dense, row_major
-from fastensor.stitch.source import FileBytes, Plan, skips_values
+from fastensor.stitch.source import FileBytes, Plan
 from fastensor.stitch.torch_zip import TORCH_ALIGNMENT, pickle_of, small_records_of_torch
 
 _PROTOCOL = 2

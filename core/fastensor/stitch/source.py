@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -118,27 +117,3 @@ def check_size(storage: torch.UntypedStorage, payload: Payload) -> None:
             f"a storage of {payload.storage_nbytes} bytes was resized to {storage.nbytes()} while it was being saved; "
             "keep the state unchanged until save returns"
         )
-
-
-NO_VALUES = "torch.serialization.skip_data is active, which asks torch.save for a file without values"
-"""The reason, for reports and the log, for which torch itself writes a file."""
-
-
-def skips_values() -> bool:
-    """True if ``torch.serialization.skip_data`` is active in this thread."""
-    options = getattr(torch.serialization, "_serialization_tls", None)
-    return bool(getattr(options, "skip_data", False))
-
-
-@contextmanager
-def values_kept() -> Iterator[None]:
-    """Have torch read and write values in this thread, whether ``torch.serialization.skip_data`` is active or not."""
-    skipped = skips_values()
-    options: Any = getattr(torch.serialization, "_serialization_tls", None)
-    try:
-        if skipped:
-            options.skip_data = False
-        yield
-    finally:
-        if skipped:
-            options.skip_data = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 import sys
 import zlib
 from collections.abc import Sequence
@@ -11,8 +10,8 @@ from dataclasses import dataclass
 
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError
 from fastensor.files.words import some_of
-from fastensor.stitch.parts import Part, check_crc32
-from fastensor.stitch.zip_directory import LOCAL_HEADER, LOCAL_SIGNATURE, ReadAt, ZipDirectory, parse_directory
+from fastensor.stitch.parts import LOCAL_HEADER, Part, check_crc32, find_data
+from fastensor.stitch.zip_directory import ReadAt, ZipDirectory, parse_directory
 
 _PICKLE = "data.pkl"
 _OF_TORCH = re.compile(r"[^/]*/(data/.*|version|byteorder|\.data/serialization_id|\.format_version)", re.DOTALL)
@@ -23,8 +22,6 @@ _OTHERS_OF_TORCH = {
 }
 """Archives that torch writes with records of the same kind, by the name of one that no checkpoint has."""
 _SHOWN = 3
-_LENGTHS = struct.Struct("<4s22x2H")
-"""A local header: its signature, and the sizes of the name and of the extra field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,32 +131,6 @@ def _why_torch(others: Sequence[Part], compressed: bool) -> str:
     if any(part.name.endswith("/constants.pkl") for part in others):
         return "the file is a TorchScript archive, which torch.jit loads"
     return "the archive has been compressed, which torch never does" if compressed else ""
-
-
-def find_data(part: Part, header: bytes | bytearray | memoryview, where: str) -> int:
-    """The offset at which the data of a record begins, from its local header.
-
-    Raises:
-        CorruptCheckpointError: the local header contradicts the directory. A changed length in the header would make
-            other bytes the data.
-    """
-    signature, name_nbytes, extra_nbytes = _LENGTHS.unpack_from(header)
-    begin: int = part.begin + part.header_nbytes + extra_nbytes
-    if (
-        signature != LOCAL_SIGNATURE
-        or LOCAL_HEADER.size + name_nbytes != part.header_nbytes
-        or begin + part.nbytes > part.end
-    ):
-        raise CorruptCheckpointError(
-            f"{where}: the local header of {part.title} at offset {part.begin} contradicts the directory: the file was "
-            f"damaged after it was written"
-        )
-    return begin
-
-
-def stand_in_header(part: Part) -> bytes:
-    """A sound local header for a record that is not read."""
-    return LOCAL_HEADER.pack(LOCAL_SIGNATURE, *[0] * 8, part.header_nbytes - LOCAL_HEADER.size, 0)
 
 
 def read_pickle(read: ReadAt, archive: TorchArchive, *, where: str, verify: bool) -> bytes:

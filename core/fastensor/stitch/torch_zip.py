@@ -31,10 +31,19 @@ from torch.utils.serialization import config as torch_config
 from fastensor.errors import CorruptCheckpointError, LayoutError
 from fastensor.files.forks import lock_of
 from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Image, Payload
-from fastensor.stitch.plain_tensors import StorageIds, reduce_plain, torch_is_known, typed_storage
-from fastensor.stitch.source import NO_VALUES, FileBytes, Plan, check_size, skips_values, values_kept
+from fastensor.stitch.parts import LOCAL_HEADER
+from fastensor.stitch.plain_tensors import (
+    NO_VALUES,
+    StorageIds,
+    reduce_plain,
+    skips_values,
+    torch_is_known,
+    typed_storage,
+    values_kept,
+)
+from fastensor.stitch.source import FileBytes, Plan, check_size
 from fastensor.stitch.torch_layout import ARCHIVE, SmallRecord, lay_out, storage_name, without_headers
-from fastensor.stitch.zip_directory import LOCAL_HEADER, parse_directory
+from fastensor.stitch.zip_directory import parse_directory
 
 _save = torch.serialization.save
 PAGE_ALIGNMENT = 4096

@@ -13,10 +13,8 @@ from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 from fastensor.errors import CorruptCheckpointError
-from fastensor.stitch.parts import Part
+from fastensor.stitch.parts import LOCAL_HEADER, Part
 
-LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-LOCAL_SIGNATURE = b"PK\x03\x04"
 DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 DESCRIPTOR_CRC_OFFSET = 4
 END = struct.Struct("<4s4H2LH")

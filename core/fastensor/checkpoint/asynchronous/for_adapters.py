@@ -41,7 +41,7 @@ def in_turn(
     Args:
         writer: its thread calls the function.
         function: makes or removes the file. What it raises is raised by the writer's next call.
-        place: the place of the file, as :func:`fastensor.checkpoint.writing.ordering.places_behind` says it.
+        place: the place of the file, as :func:`fastensor.checkpoint.ordering.places_behind` says it.
         what: a description of the work, for messages.
         at_end: called once when the function has ended, or will not be called.
         leaves_file: whether there is a file at the place then.

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from fastensor.backends.snapshot import Snapshot
+from fastensor.checkpoint import ordering
 from fastensor.checkpoint.asynchronous.pace import Pace
 from fastensor.checkpoint.asynchronous.statistics import SaveCounters
+from fastensor.checkpoint.nested import is_nested
+from fastensor.checkpoint.ordering import PendingWork
 from fastensor.checkpoint.report import SaveReport
-from fastensor.checkpoint.writing import ordering
-from fastensor.checkpoint.writing.nested import is_nested
-from fastensor.checkpoint.writing.ordering import PendingWork
 from fastensor.checkpoint.writing.save_transaction import ByTorch, SaveTransaction
 from fastensor.errors import CheckpointWriteError, SaveDroppedError
 from fastensor.files.os_errors import kept_at
@@ -34,7 +34,7 @@ class Save(PendingWork):
     Args:
         transaction: the save. Its target is no open file.
         place: the place of the target.
-        queue, keeps: as for :class:`~fastensor.checkpoint.writing.ordering.PendingWork`.
+        queue, keeps: as for :class:`~fastensor.checkpoint.ordering.PendingWork`.
         pace: the pace of the writer.
         counters: the counts of the writer.
     """
@@ -221,7 +221,7 @@ class Step(PendingWork):
         what: a description of the step, for messages.
         leaves_file: whether a file is at the place afterwards.
         after: a save of the same writer; the step is not done unless that has succeeded.
-        queue, keeps: as for :class:`~fastensor.checkpoint.writing.ordering.PendingWork`.
+        queue, keeps: as for :class:`~fastensor.checkpoint.ordering.PendingWork`.
     """
 
     def __init__(

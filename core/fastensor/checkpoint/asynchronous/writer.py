@@ -20,20 +20,18 @@ from fastensor.backends import stream
 from fastensor.backends.buffers import BufferPool
 from fastensor.backends.registry import announce
 from fastensor.backends.snapshot import Snapshot
-from fastensor.checkpoint import files
+from fastensor.checkpoint import files, ordering
 from fastensor.checkpoint.asynchronous import exits
 from fastensor.checkpoint.asynchronous.handle import SaveHandle
 from fastensor.checkpoint.asynchronous.pace import Pace
 from fastensor.checkpoint.asynchronous.settings import WhenBusy, WriterSettings
 from fastensor.checkpoint.asynchronous.statistics import SaveCounters, WriterStatistics
 from fastensor.checkpoint.asynchronous.work import Save, Step
-from fastensor.checkpoint.location import RemotePath
-from fastensor.checkpoint.writing import ordering
-from fastensor.checkpoint.writing.nested import is_nested
-from fastensor.checkpoint.writing.ordering import PendingWork
+from fastensor.checkpoint.location import RemotePath, Target
+from fastensor.checkpoint.nested import is_nested
+from fastensor.checkpoint.ordering import PendingWork
 from fastensor.checkpoint.writing.save import SaveOptions, SaveSettings
 from fastensor.checkpoint.writing.save_transaction import ByTorch, SaveTransaction
-from fastensor.checkpoint.writing.target import Target
 from fastensor.errors import SaveDroppedError
 from fastensor.files.afterwards import Worker
 from fastensor.files.arguments import checks_keywords, checks_keywords_with

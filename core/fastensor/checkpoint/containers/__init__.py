@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, cast
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.reading.opened import OpenedFile, read_exactly
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError
-from fastensor.stitch.parts import Part
+from fastensor.stitch.parts import LOCAL_SIGNATURE, Part
 from fastensor.stitch.signatures import (
     LEGACY_AS_TEXT,
     LEGACY_MAGIC,
@@ -27,7 +27,6 @@ from fastensor.stitch.signatures import (
     is_tar,
     refuse_foreign,
 )
-from fastensor.stitch.zip_directory import LOCAL_SIGNATURE
 
 if TYPE_CHECKING:
     from contextlib import ExitStack

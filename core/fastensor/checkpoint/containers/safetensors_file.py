@@ -13,14 +13,13 @@ from safetensors import SafetensorError
 
 from fastensor.backends.memory import copy_memory, storage_on
 from fastensor.checkpoint.containers import ToCompare
-from fastensor.checkpoint.models.names import resolve
 from fastensor.checkpoint.reading.opened import OpenedFile, named_in_errors, read_exactly
 from fastensor.checkpoint.reading.placement import MapLocation, check_destination, filled, may_be_filled_at_once, place
 from fastensor.checkpoint.reading.reader import PartReader, empty_storage, is_joined, open_reader
 from fastensor.checkpoint.reading.request import MAPPED, Loaded, LoadRequest
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError, caught_as
 from fastensor.stitch.parts import Part
-from fastensor.stitch.safetensors import SafetensorsHeader, header_nbytes, parse_header, torch_dtype
+from fastensor.stitch.safetensors_header import SafetensorsHeader, header_nbytes, parse_header, torch_dtype
 from fastensor.stitch.shape import row_major
 from fastensor.stitch.signatures import LENGTH_NBYTES, MAX_HEADER_NBYTES
 
@@ -131,6 +130,8 @@ def _read_by_way_of_host(reader: PartReader, part: Part, map_location: MapLocati
 def _chosen(parts: Sequence[Part], keys: Iterable[str] | None, where: str) -> Sequence[Part]:
     if keys is None:
         return parts
+    from fastensor.checkpoint.models.names import resolve  # a whole load needs nothing of it
+
     names = resolve(keys, [part.name for part in parts], where)
     return [part for part in parts if part.name in names]
 

@@ -35,7 +35,6 @@ from fastensor.checkpoint.reading.placement import (
 from fastensor.checkpoint.reading.reader import open_reader
 from fastensor.checkpoint.reading.request import MAPPED, Loaded, LoadRequest
 from fastensor.checkpoint.reading.storages import NotOrdinaryError, Storages, are_wanted, is_known, rebuild
-from fastensor.checkpoint.reading.torch_errors import explain, is_refused_global, refusal_of_archive
 from fastensor.errors import (
     CorruptCheckpointError,
     FastensorError,
@@ -74,6 +73,8 @@ def load(file: OpenedFile, request: LoadRequest) -> Loaded:
     try:
         return _load_all(file, archive, request) if selection is None else _load_some(file, archive, request, selection)
     except Exception as error:
+        from fastensor.checkpoint.reading.torch_errors import explain  # only a failure needs what it imports
+
         explain(error, file, request)
         raise
 
@@ -83,6 +84,8 @@ def _archive_of(file: OpenedFile) -> TorchArchive:
     try:
         return read_archive(file)
     except (CorruptCheckpointError, NotACheckpointError) as error:
+        from fastensor.checkpoint.reading.torch_errors import refusal_of_archive
+
         raise caught_as(error, refusal_of_archive(file)) from error.__cause__
 
 
@@ -172,6 +175,8 @@ def _load_some(file: OpenedFile, archive: TorchArchive, request: LoadRequest, se
     except _FINAL:
         raise
     except Exception as error:  # if values were not missing, loading all of the file raises it again
+        from fastensor.checkpoint.reading.torch_errors import is_refused_global
+
         if is_refused_global(error):
             raise
         reason = f"torch cannot rebuild the rest without its values ({error!r})"
@@ -205,6 +210,8 @@ def _load_archive(file: OpenedFile, archive: TorchArchive, request: LoadRequest,
         except FastensorError:
             raise
         except (NotOrdinaryError, pickle.UnpicklingError) as error:
+            from fastensor.checkpoint.reading.torch_errors import is_refused_global
+
             if is_refused_global(error):
                 raise
             _logger.debug("%s: torch.load has to load it: %s", file.where, error)
@@ -323,6 +330,8 @@ def load_with_torch(file: OpenedFile, request: LoadRequest, *, is_zip: bool) -> 
         with _for_torch(file, request) as where:
             return attempt(where, request.map_location)
     except Exception as error:
+        from fastensor.checkpoint.reading.torch_errors import explain
+
         on_host = None if is_zip else lambda: attempt(FileView(file), "cpu")
         explain(error, file, request, rebuild_on_host=on_host)
         raise

@@ -18,7 +18,8 @@ from fastensor.checkpoint.cooperative.options import ReplicaCheck
 from fastensor.checkpoint.models.names import walk
 from fastensor.stitch.image import Image, Payload
 from fastensor.stitch.pickle_records import PickledStorage, PickledTensor, UnknownObject, storages_in
-from fastensor.stitch.safetensors import CHECKSUM_KEY, METADATA_KEY, SafetensorsPlan
+from fastensor.stitch.safetensors import SafetensorsPlan
+from fastensor.stitch.safetensors_header import CHECKSUM_KEY, METADATA_KEY
 from fastensor.stitch.signatures import LENGTH_NBYTES
 from fastensor.stitch.source import Plan
 from fastensor.stitch.torch_pickle import read_program

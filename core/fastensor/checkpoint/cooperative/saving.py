@@ -32,9 +32,8 @@ from fastensor.checkpoint.cooperative.replicas import (
     replica_of,
     storages_of,
 )
-from fastensor.checkpoint.report import SaveReport
-from fastensor.checkpoint.writing.freeing import Freeing
-from fastensor.checkpoint.writing.nested import is_nested
+from fastensor.checkpoint.nested import is_nested
+from fastensor.checkpoint.report import Freeing, SaveReport
 from fastensor.checkpoint.writing.save import SaveOptions, SaveSettings
 from fastensor.checkpoint.writing.save_transaction import ByTorch
 from fastensor.errors import CheckpointWriteError, ReplicaMismatchError

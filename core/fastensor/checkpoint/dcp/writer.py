@@ -61,7 +61,8 @@ from fastensor.files.os_errors import kept_at, write_errors
 from fastensor.files.shown import shown
 from fastensor.select.transfer import BackendChoice, check_choice
 from fastensor.stitch import safetensors, shards
-from fastensor.stitch.source import NO_VALUES, Plan, skips_values
+from fastensor.stitch.plain_tensors import NO_VALUES, skips_values
+from fastensor.stitch.source import Plan
 
 _TOKEN_NBYTES = 4
 _OUR_NAME = re.compile(r"__\d+_[0-9a-f]{16}_\d+\.distcp")

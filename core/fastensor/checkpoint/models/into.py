@@ -26,8 +26,8 @@ from fastensor.checkpoint.tools.catalog import Catalog, Located, read_catalog
 from fastensor.errors import FastensorError, StateMismatchError, UnsupportedContentError
 from fastensor.files.words import some_of
 from fastensor.stitch.parts import Part
+from fastensor.stitch.plain_tensors import values_kept
 from fastensor.stitch.safetensors import has_own_memory
-from fastensor.stitch.source import values_kept
 
 _SHOWN = 5
 LEAVE_OUT = "To load only one of them, leave the others out of into"

@@ -39,7 +39,7 @@ from fastensor.errors import StateMismatchError, UnsupportedContentError
 from fastensor.files.arguments import check_flags, checks_keywords
 from fastensor.files.words import unended
 from fastensor.select.transfer import BackendChoice, check_choice
-from fastensor.stitch.source import values_kept
+from fastensor.stitch.plain_tensors import values_kept
 from fastensor.stitch.torch_pickle import STATE
 
 _SHOWN = 5

@@ -11,9 +11,8 @@ from fastensor.backends.memory import storage_on
 from fastensor.checkpoint.reading.opened import FileView, OpenedFile
 from fastensor.checkpoint.reading.reader import PartReader
 from fastensor.errors import CorruptCheckpointError
-from fastensor.stitch.parts import Part
-from fastensor.stitch.torch_records import TorchArchive, stand_in_header
-from fastensor.stitch.zip_directory import LOCAL_HEADER
+from fastensor.stitch.parts import LOCAL_HEADER, Part, stand_in_header
+from fastensor.stitch.torch_records import TorchArchive
 
 
 class NotAskedForError(Exception):

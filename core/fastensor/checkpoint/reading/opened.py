@@ -19,7 +19,7 @@ from fastensor.backends.base import Extent, Reader
 from fastensor.backends.memory import map_file
 from fastensor.backends.registry import Fallback, record_fallback
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
-from fastensor.checkpoint.writing.ordering import wait_to_read
+from fastensor.checkpoint.ordering import wait_to_read
 from fastensor.errors import (
     CheckpointReadError,
     CorruptCheckpointError,

@@ -30,9 +30,7 @@ from fastensor.checkpoint.reading.request import LoadRequest
 from fastensor.errors import CheckpointReadError, FastensorError
 from fastensor.files.os_errors import read_errors
 from fastensor.select.transfer import is_to_blame
-from fastensor.stitch.parts import Damage, Part, check_crc32, find_damage
-from fastensor.stitch.torch_records import find_data
-from fastensor.stitch.zip_directory import LOCAL_HEADER
+from fastensor.stitch.parts import LOCAL_HEADER, Damage, Part, check_crc32, find_damage, find_data
 
 _BLOCK_NBYTES = 4 << 20
 BATCH_NBYTES = 128 << 20

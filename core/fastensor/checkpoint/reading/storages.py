@@ -22,8 +22,7 @@ from fastensor.backends.window import ALIGNMENT
 from fastensor.checkpoint.reading.checked_file import CheckedFile
 from fastensor.checkpoint.reading.placement import MapLocation, kind_of_device, place
 from fastensor.checkpoint.reading.reader import PartReader, empty_storage, is_joined, new_array
-from fastensor.stitch.plain_tensors import release_is_known, typed_storage
-from fastensor.stitch.source import skips_values
+from fastensor.stitch.plain_tensors import release_is_known, skips_values, typed_storage
 from fastensor.stitch.torch_records import TorchArchive
 
 _ENCODING = "utf-8"

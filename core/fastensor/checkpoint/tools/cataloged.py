@@ -19,7 +19,7 @@ from fastensor.checkpoint.reading.request import LoadRequest
 from fastensor.checkpoint.tools.catalog import Catalog, read_catalog
 from fastensor.files import posix
 from fastensor.files.os_errors import write_errors
-from fastensor.stitch.source import values_kept
+from fastensor.stitch.plain_tensors import values_kept
 from fastensor.stitch.torch_zip import write_values
 
 

@@ -19,8 +19,7 @@ from fastensor.errors import CorruptCheckpointError, NotACheckpointError, Unsupp
 from fastensor.files.shown import record_repr, without_secrets
 from fastensor.files.words import counted, human_rate, human_seconds, human_size, some_of
 from fastensor.select.transfer import BackendChoice
-from fastensor.stitch.parts import Damage, Part
-from fastensor.stitch.zip_directory import LOCAL_HEADER
+from fastensor.stitch.parts import LOCAL_HEADER, Damage, Part
 
 _SHOWN = 5
 _Verified: TypeAlias = Container | Literal["dcp", "huggingface", "folder", "index"] | OtherKind

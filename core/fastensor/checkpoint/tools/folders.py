@@ -14,8 +14,8 @@ from fastensor.checkpoint.containers import container_in, start_of
 from fastensor.checkpoint.directories import SHARD_NAMES, metadata_names
 from fastensor.checkpoint.location import Location, locate
 from fastensor.checkpoint.models.sharded import WEIGHT_MAP, files_in, find_weights, is_index, read_json, weights_at
+from fastensor.checkpoint.ordering import wait_to_read_directory
 from fastensor.checkpoint.reading.opened import OpenedFile, opened
-from fastensor.checkpoint.writing.ordering import wait_to_read_directory
 from fastensor.errors import (
     CorruptCheckpointError,
     EmptyCheckpointError,

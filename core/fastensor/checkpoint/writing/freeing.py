@@ -14,22 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from fastensor.checkpoint.report import Freeing
 from fastensor.files import posix
 from fastensor.files.afterwards import do_afterwards
 from fastensor.files.forks import first_in_children
 
 _BLOCK_NBYTES = 512
 """The unit of ``st_blocks`` (stat(2))."""
-
-
-@dataclass(slots=True, eq=False)
-class Freeing:
-    """Progress of freeing the space of a file that has lost its name."""
-
-    nbytes: int = 0
-    """Bytes that are freed. 0 if the file has other names, or was missing."""
-    seconds: float | None = None
-    """Seconds that freeing took; None until it is done."""
 
 
 @dataclass(slots=True, eq=False)

@@ -12,13 +12,13 @@ from typing import BinaryIO, NamedTuple, TypeAlias
 
 from fastensor.backends import registry, stream
 from fastensor.backends.registry import Fallback, can_write, record_fallback
-from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
+from fastensor.checkpoint.location import Location, RemotePath, Target, locate, name_of
+from fastensor.checkpoint.nested import is_nested
+from fastensor.checkpoint.ordering import drop_replaced, wait_to_replace
 from fastensor.checkpoint.report import SaveReport
 from fastensor.checkpoint.writing.freeing import wait_for_space
-from fastensor.checkpoint.writing.nested import is_nested
-from fastensor.checkpoint.writing.ordering import drop_replaced, wait_to_replace
 from fastensor.checkpoint.writing.outputs import InPlace, OpenFile, Output, Replacement, StreamOutput
-from fastensor.checkpoint.writing.target import Target, open_output, resolve_target
+from fastensor.checkpoint.writing.target import open_output, resolve_target
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError
 from fastensor.files import posix
 from fastensor.files.atomic import NewFile
@@ -106,7 +106,7 @@ class SaveTransaction:
     def finish(self, planned: Plan | ByTorch) -> SaveReport:
         """Write a planned file in this thread, behind everything that this process has accepted for the target.
 
-        A nested save (see :mod:`fastensor.checkpoint.writing.nested`) waits for nothing. What is pending for the target
+        A nested save (see :mod:`fastensor.checkpoint.nested`) waits for nothing. What is pending for the target
         is dropped when the nested save is about to replace it.
 
         Raises:

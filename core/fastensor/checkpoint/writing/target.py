@@ -17,9 +17,9 @@ import os
 import re
 import stat
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 
+from fastensor.checkpoint.location import Target
 from fastensor.checkpoint.writing.outputs import InPlace, Replacement
 from fastensor.errors import CheckpointWriteError
 from fastensor.files import posix
@@ -28,20 +28,6 @@ from fastensor.files.os_errors import kept_at, write_error, write_errors
 _DESCRIPTORS = re.compile(r"/proc/\d+(/task/\d+)?/fd")
 _NOT_POSSIBLE = (errno.EPERM, errno.EACCES, errno.EROFS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors by which systems refuse an operation on a file for good, whatever space and time there is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The file that a save writes."""
-
-    path: str
-    """The given path, with symlinks followed."""
-    is_descriptor: bool = False
-    """True if the path names an open file of this process: ``/dev/fd/3``, ``/proc/self/fd/3``."""
-
-    @property
-    def directory(self) -> str:
-        return os.path.dirname(self.path)
 
 
 def resolve_target(path: str | os.PathLike[str], *, follow_symlinks: bool = True) -> Target:

@@ -15,9 +15,8 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-from fastensor.checkpoint.location import Location, RemotePath, locate
-from fastensor.checkpoint.writing.nested import is_nested
-from fastensor.checkpoint.writing.target import Target
+from fastensor.checkpoint.location import Location, RemotePath, Target, locate
+from fastensor.checkpoint.nested import is_nested
 from fastensor.errors import SaveDroppedError
 from fastensor.files import posix
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fastensor.files.installed import entry_points_of
+from fastensor.files.importing import entry_points_of
 
 GROUP = "fastensor.tests"
 METADATA = "Metadata-Version: 2.1\nName: brought\nVersion: 1.0\n"
