@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 import transformers
 
-for folder in map(Path, sys.argv[1:]):
-    found = transformers.GPT2LMHeadModel.from_pretrained(folder)
-    torch.save(dict(found.state_dict()), folder / "read.pt")
-print(transformers.__version__)
+if __name__ == "__main__":
+    for folder in map(Path, sys.argv[1:]):
+        found = transformers.GPT2LMHeadModel.from_pretrained(folder)
+        torch.save(dict(found.state_dict()), folder / "read.pt")
+    print(transformers.__version__)
