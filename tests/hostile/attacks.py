@@ -19,12 +19,12 @@ import torch
 import fastensor
 from fastensor import FastensorError, UnsupportedContentError, UnverifiedCheckpointWarning, checkpoint, stitch
 from fastensor.backends.registry import available_names
-from fastensor.checkpoint import containers
+from fastensor.checkpoint import containers, models, reading, tools
 from fastensor.stitch.signatures import SAFETENSORS_SUFFIX
 
 for _name in fastensor.__all__:
     getattr(fastensor, _name)  # imports it: what an attack imports after that is the file's doing
-for _folder in (checkpoint, containers, stitch):
+for _folder in (checkpoint, containers, models, reading, tools, stitch):
     for _module in pkgutil.iter_modules(_folder.__path__, f"{_folder.__name__}."):
         import_module(_module.name)  # some are imported when they are needed
 

@@ -240,7 +240,7 @@ def test_a_file_that_fails_at_any_call(of: str) -> None:
     file = Breaking(data, 10_000)
     fastensor.load(file)
     needed = 10_000 - file.left
-    assert needed > 20
+    assert needed >= 10  # or little is tested
     for calls in range(needed):
         with pytest.raises(CheckpointReadError) as caught:
             fastensor.load(Breaking(data, calls))

@@ -16,8 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fastensor
 from fastensor import CorruptCheckpointError, UnsafeCheckpointError
 from fastensor.backends.registry import available_names
-from fastensor.checkpoint.containers import torch_file
-from fastensor.checkpoint.reading import storages
+from fastensor.checkpoint.reading import checked_file, storages
 from fastensor.files import posix
 from fastensor.stitch import plain_tensors
 
@@ -53,7 +52,7 @@ def not_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     if not storages.is_known():
         pytest.skip("this torch is not known")
-    monkeypatch.setattr(torch_file, "_load_through_torch", refuse)
+    monkeypatch.setattr(checked_file, "load_through_torch", refuse)
 
 
 @pytest.mark.usefixtures("not_with_torch")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError
@@ -45,6 +45,10 @@ class TorchArchive:
     def parts(self) -> list[Part]:
         """All records."""
         return [*self.others, *self.storages.values()]
+
+    def wanted(self, skipped: Container[str] = ()) -> list[Part]:
+        """The records of storages that have data, but those of skipped names, in the order of the file's directory."""
+        return [part for part in self.storages.values() if part.nbytes and part.name not in skipped]
 
     @property
     def swapped(self) -> bool:

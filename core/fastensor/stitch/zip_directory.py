@@ -63,6 +63,7 @@ def parse_directory(read: ReadAt, nbytes: int, *, where: str) -> ZipDirectory:
     Raises:
         CorruptCheckpointError: the directory is missing, cut off, contradicts itself or points outside the file.
     """
+    read = _keeping_the_end(read, nbytes)
     count, size, offset = _find_directory(read, nbytes, where)
     data = read(offset, size)
     entries = []
@@ -97,6 +98,13 @@ def _parts(entries: Sequence[_DirectoryEntry], offset: int, where: str) -> list[
 def has_end(read: ReadAt, nbytes: int) -> bool:
     """True if a file has the end of a directory where it may be."""
     return _find_end(read, nbytes)[1] >= 0
+
+
+def _keeping_the_end(read: ReadAt, nbytes: int) -> ReadAt:
+    """The same access to a file, of which the end, where most of the directory is looked for, is read once."""
+    begin = max(nbytes - END.size - _MAX_COMMENT, 0)
+    end = read(begin, nbytes - begin)
+    return lambda at, count: end[at - begin : at - begin + count] if at >= begin else read(at, count)
 
 
 def _find_end(read: ReadAt, nbytes: int) -> tuple[bytes, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from fastensor.backends.registry import record_fallback
 from fastensor.checkpoint.containers import ToCompare, start_of
-from fastensor.checkpoint.containers.torch_file import chosen_of, load_with_torch
+from fastensor.checkpoint.containers.torch_file import load_with_torch
 from fastensor.checkpoint.reading.opened import OpenedFile
 from fastensor.checkpoint.reading.request import Loaded, LoadRequest
 from fastensor.checkpoint.reading.torch_errors import unless_forced
@@ -18,7 +18,7 @@ def load(file: OpenedFile, request: LoadRequest) -> Loaded:
     _check(file, request)
     reason = "the file is not a zip archive (torch wrote such files before 1.6)"
     record_fallback(request.fallbacks, "the verifying reader", reason)
-    return Loaded(chosen_of(load_with_torch(file, request, is_zip=False), request, file), "torch", reason, False)
+    return Loaded(load_with_torch(file, request, is_zip=False), "torch", reason, False)
 
 
 def _check(file: OpenedFile, request: LoadRequest) -> None:

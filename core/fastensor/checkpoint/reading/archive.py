@@ -11,7 +11,6 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import torch
 
 from fastensor.checkpoint.containers import ToCompare
-from fastensor.checkpoint.models.names import walk
 from fastensor.checkpoint.reading.opened import FileView, OpenedFile, read_exactly
 from fastensor.errors import CorruptCheckpointError, FastensorError, UnsupportedContentError
 from fastensor.files.os_errors import read_error
@@ -84,7 +83,8 @@ def _pickle_of(file: OpenedFile, archive: TorchArchive) -> bytes:
 
 
 def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:
-    from fastensor.checkpoint.tools.catalog import Catalog, Located, TensorInfo  # a load needs nothing of it
+    from fastensor.checkpoint.models.names import walk  # a load needs nothing of these
+    from fastensor.checkpoint.tools.catalog import Catalog, Located, TensorInfo
     from fastensor.stitch.pickle_records import PickledTensor
     from fastensor.stitch.torch_pickle import read_program
 

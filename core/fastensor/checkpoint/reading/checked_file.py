@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-from typing import Any
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from typing import IO, Any, cast
 
 import torch
 
-from fastensor.backends.memory import storage_on
+from fastensor.backends.memory import is_filled_at_once, storage_on
 from fastensor.checkpoint.reading.opened import FileView, OpenedFile
-from fastensor.checkpoint.reading.reader import PartReader
+from fastensor.checkpoint.reading.placement import MapLocation, destination, place
+from fastensor.checkpoint.reading.reader import PartReader, open_reader
+from fastensor.checkpoint.reading.request import Loaded, LoadRequest, Selection
 from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.parts import LOCAL_HEADER, Part, stand_in_header
 from fastensor.stitch.torch_records import TorchArchive
@@ -138,3 +141,78 @@ class CheckedFile(FileView):
             self._postponed = record
         else:
             self._reader.read(record, view)
+
+
+def load_through_torch(
+    file: OpenedFile, archive: TorchArchive, request: LoadRequest, selection: Selection, *, fills_devices: bool
+) -> Loaded:
+    """Let ``torch.load`` rebuild the object from our file object.
+
+    Args:
+        fills_devices: whether storages that go to a device are read straight into its memory.
+    """
+    with open_reader(file, archive.wanted(selection.skipped), request) as reader:
+        view = CheckedFile(file, reader, archive, selection.skipped, selection.pickle, postpones=fills_devices)
+        placing: MapLocation = request.map_location
+        if selection.skipped:
+            placing = _place_skipped_on_meta(view, placing)
+        if fills_devices:
+            placing = _fill_on_device(view, placing, request.map_location)
+        with _failures_raised(view):
+            result = torch.load(cast(IO[bytes], view), placing, weights_only=request.weights_only, mmap=False)
+        view.check_none_postponed()
+        return Loaded(result, reader.backend, reader.reason, request.checked and archive.checked)
+
+
+def _place_skipped_on_meta(view: CheckedFile, map_location: MapLocation) -> MapLocation:
+    """A ``map_location`` that puts storages that were not read on the meta device."""
+
+    def place_chosen(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        if view.record is not None and view.record.name in view.skipped and storage.nbytes():
+            return torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
+        return place(storage, location, map_location)
+
+    return place_chosen
+
+
+def _fill_on_device(view: CheckedFile, otherwise: MapLocation, map_location: MapLocation) -> MapLocation:
+    """A ``map_location`` that reads postponed storages straight to their device.
+
+    Args:
+        view: the file that torch reads.
+        otherwise: the ``map_location`` for storages that were not postponed.
+        map_location: the user's.
+    """
+
+    def fill(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        postponed = view.take_postponed()
+        if postponed is None:
+            return place(storage, location, otherwise)
+        device = destination(location, map_location)
+        if not is_filled_at_once(device):
+            view.fill(postponed, storage)
+            return place(storage, location, map_location)
+        filled = storage_on(device, storage.nbytes())
+        view.fill(postponed, filled)
+        return filled
+
+    return fill
+
+
+@contextmanager
+def _failures_raised(view: CheckedFile) -> Iterator[None]:
+    """Raise the failure of a read in place of the exception that torch makes of it. It is noted where torch stops."""
+    try:
+        yield
+    except Exception:
+        _raise_failure(view)
+        raise
+    finally:
+        view.note_stop()
+    _raise_failure(view)
+
+
+def _raise_failure(view: CheckedFile) -> None:
+    failure, view.failure = view.failure, None  # its traceback holds the view, through the frames of torch's reader
+    if failure is not None:
+        raise failure

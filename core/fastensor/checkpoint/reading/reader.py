@@ -323,6 +323,14 @@ class PartReader:
             check_crc32(part, begin, crc32, self.where)
         return begin
 
+    def read_bytes(self, part: Part) -> tuple[int, bytes]:
+        """Offset of the data of a part, and the data, compared. A small part is read as by :meth:`read_small`."""
+        if not is_joined(part):
+            data = self.read_array(part).tobytes()
+            return self.data_begin(part), data
+        begin = self.read_small(part)
+        return begin, self.window.array(begin, part.nbytes).tobytes()
+
     def read_range(self, part: Part, offset: int, target: Memory, *, checksum: bool = True) -> int:
         """Fill ``target`` from an offset in the data of a part. The part is not compared: use :meth:`check` before, or
         :meth:`check_read` afterwards. Returns the CRC32 of the range, or 0 without ``checksum``."""

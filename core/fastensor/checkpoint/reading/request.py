@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -129,3 +129,15 @@ class Loaded:
     """True if every byte of the result matched a CRC32 in the file."""
     unchecked: str = ""
     """Reason for which ``verified`` is False, if there is more to say than that the file carries no checksums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The part of an archive that is loaded."""
+
+    names: set[str]
+    """Names of the branches and leaves that were asked for."""
+    skipped: Collection[str] = ()
+    """Names of the records that they do not need. Tensors in these records come on the meta device."""
+    pickle: bytes | None = None
+    """A pickle without most of what they do not need, padded to the size of the file's own; None for the file's own."""

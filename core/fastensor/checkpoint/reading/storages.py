@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import io
 import sys
+import zlib
 from functools import cache
 from typing import Any
 
@@ -19,17 +20,18 @@ import numpy.typing as npt
 import torch
 
 from fastensor.backends.window import ALIGNMENT
-from fastensor.checkpoint.reading.checked_file import CheckedFile
 from fastensor.checkpoint.reading.placement import MapLocation, kind_of_device, place
 from fastensor.checkpoint.reading.reader import PartReader, empty_storage, is_joined, new_array
+from fastensor.stitch.parts import Part
 from fastensor.stitch.plain_tensors import release_is_known, skips_values, typed_storage
 from fastensor.stitch.torch_records import TorchArchive
 
 _ENCODING = "utf-8"
 """The encoding of texts in pickles of Python 2. ``torch.load`` uses the same."""
-_BYTE_ORDER = "byteorder"
-_READ_BEFORE = (".format_version", _BYTE_ORDER, ".storage_alignment")
-"""Records that ``torch.load`` reads before the pickle."""
+_READ_BEFORE = (".format_version", ".storage_alignment", "byteorder")
+"""Small records behind the pickle that ``torch.load`` reads, too."""
+_VERSIONS = (b"1", b"2", b"3", b"4", b"5", b"6", b"7", b"8", b"9", b"10")
+"""Versions of archives that every release of torch that is known here reads."""
 
 
 class NotOrdinaryError(Exception):
@@ -43,12 +45,16 @@ def is_known() -> bool:
         release_is_known()
         and getattr(torch.load, "__globals__", None) is vars(torch.serialization)
         and unpickler is not None
-        and list(inspect.signature(unpickler).parameters) == ["file", "encoding"]
-        and callable(getattr(unpickler, "persistent_load", None))
+        and _is_as_expected(unpickler)
         and hasattr(torch.serialization, "_serialization_tls")
-        and hasattr(torch._C, "PyTorchFileReader")
         and hasattr(torch._guards, "detect_fake_mode")
     )
+
+
+@cache
+def _is_as_expected(unpickler: Any) -> bool:
+    parameters = list(inspect.signature(unpickler).parameters)
+    return parameters == ["file", "encoding"] and callable(getattr(unpickler, "persistent_load", None))
 
 
 def are_wanted(map_location: MapLocation) -> bool:
@@ -57,11 +63,12 @@ def are_wanted(map_location: MapLocation) -> bool:
     return not pretends and kind_of_device(map_location) != "meta"
 
 
-def rebuild(view: CheckedFile, storages: Storages) -> Any:
+def rebuild(archive: TorchArchive, reader: PartReader, storages: Storages) -> Any:
     """The object in an archive, as ``torch.load(..., weights_only=True)`` gives it.
 
     Args:
-        view: the file. torch's reader of archives opens it, and reads everything but the storages from it.
+        archive: the records of the archive.
+        reader: reads the same file.
         storages: the storages of the same file.
 
     Raises:
@@ -70,24 +77,44 @@ def rebuild(view: CheckedFile, storages: Storages) -> Any:
         Exception: any exception that ``torch.load`` would raise.
     """
     private: Any = torch
-    archive = private._C.PyTorchFileReader(view)
-    archive.get_all_records()  # as torch.load asks for them: it refuses archives of several folders
-    read_before = {name: archive.get_record(name) for name in _READ_BEFORE if archive.has_record(name)}
-    if read_before.get(_BYTE_ORDER) != sys.byteorder.encode():
-        raise NotOrdinaryError("the file was written with another byte order, or does not say with which")
-    unpickler = private._weights_only_unpickler.Unpickler(
-        io.BytesIO(archive.get_record("data.pkl")), encoding=_ENCODING
-    )
+    begin, program = _read_before_storages(archive, reader)
+    storages.end = begin + archive.pickle.nbytes
+    unpickler = private._weights_only_unpickler.Unpickler(io.BytesIO(program), encoding=_ENCODING)
     unpickler.persistent_load = storages.load
     private.serialization._serialization_tls.map_location = storages.map_location
     try:
         result = unpickler.load()
     finally:
         private.serialization._serialization_tls.map_location = None
-        if storages.end:
-            view.seek(storages.end)  # where torch.load would be now
     private._utils._validate_loaded_sparse_tensors(**_validating())
     return result
+
+
+def _read_before_storages(archive: TorchArchive, reader: PartReader) -> tuple[int, bytes]:
+    """Offset and bytes of the pickle of an archive that is as torch writes them today.
+
+    Raises:
+        NotOrdinaryError: the archive is unusual.
+        CorruptCheckpointError: one of the records that ``torch.load`` reads first is damaged.
+    """
+    folder = archive.pickle.name.removesuffix("data.pkl")
+    if not all(part.name.startswith(folder) for part in archive.parts):
+        raise NotOrdinaryError("the archive has several folders, which torch refuses")
+    found = {part.name.removeprefix(folder): part for part in archive.others}
+    if "version" not in found or _content(found["version"], reader)[1].strip() not in _VERSIONS:
+        raise NotOrdinaryError("the archive is of another version")
+    pickle = _content(archive.pickle, reader)  # in a small file, all that follows is read with it
+    content = {name: _content(found[name], reader)[1] for name in _READ_BEFORE if name in found}
+    if content.get("byteorder") != sys.byteorder.encode():
+        raise NotOrdinaryError("the file was written with another byte order, or does not say with which")
+    return pickle
+
+
+def _content(part: Part, reader: PartReader) -> tuple[int, bytes]:
+    begin, data = reader.read_bytes(part)
+    if not reader.verify and part.crc32 is not None and zlib.crc32(data) != part.crc32:
+        raise NotOrdinaryError(f"{part.title} is damaged, which torch refuses")
+    return begin, data
 
 
 @cache
@@ -112,8 +139,8 @@ class Storages:
         self._reader = reader
         self._loaded: dict[str, Any] = {}
         """The typed storages that have been loaded, by their keys, each with the dtype that was asked for first."""
-        self.end = 0
-        """End of the storage that was read last, in the file; 0 if none was."""
+        self.end = archive.pickle.begin
+        """End of what was read last, in the file: the pickle, and then a storage."""
 
     def load(self, saved_id: Any) -> Any:
         """The typed storage that a persistent id in the pickle means: ``persistent_load`` of ``torch.load``.
