@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
@@ -211,7 +211,11 @@ def _begin_again(rank: int, folder: Path) -> None:
     (folder / "again").mkdir(exist_ok=True)
     join(folder / "again", rank, 2)
     unused.end()
-    with pytest.raises(fastensor.CheckpointWriteError, match="x was not saved: a process cannot be reached"):
+    with (
+        nullcontext()
+        if torch.__version__ >= "2.14"  # whoever holds a group that was destroyed still reaches the others by it
+        else pytest.raises(fastensor.CheckpointWriteError, match="x was not saved: a process cannot be reached")
+    ):
         used.exchange(None, "x was not saved")
     used.end()
     new = agreement.Agreement()

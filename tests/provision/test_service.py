@@ -555,12 +555,13 @@ def test_a_loader_of_a_service_of_somebody_else(shared: DataService, monkeypatch
 def test_a_ring_that_cannot_be_mapped(shared: DataService, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = client.EmbeddedEngine(shared.address)
     monkeypatch.setattr(client, "SlotReader", failing(OSError(12, "no room")))
-    gc.collect()  # earlier tests may have left descriptors to it
+    gc.collect()  # earlier tests may have left descriptors to it, and their threads may still close some
     open_before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(EngineLost, match="no room"):
-        engine.register(Registration())
+    for _ in range(5):
+        with pytest.raises(EngineLost, match="no room"):
+            engine.register(Registration())
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == open_before
+    assert len(os.listdir("/proc/self/fd")) <= open_before
     engine.close()
 
 
