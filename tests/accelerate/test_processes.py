@@ -178,12 +178,14 @@ def test_the_exit_publishes_what_is_pending(tmp_path: Path) -> None:
 
 
 def test_without_its_process_group_a_job_publishes_what_all_have_or_nothing(tmp_path: Path) -> None:
-    for (error, states), _ in run("leave_group", FastensorConfig(asynchronous=True), tmp_path):
-        if torch.__version__ >= "2.14":  # whoever holds a group that was destroyed still reaches the others by it
-            assert (error, states) == ("", ["checkpoint_0", "checkpoint_1"])
-        else:
-            assert "a process cannot be reached" in error
-            assert states == ["checkpoint_0"]
+    (found, _), (others, _) = run("leave_group", FastensorConfig(asynchronous=True), tmp_path)
+    if torch.__version__ >= "2.14":  # whoever holds a group that was destroyed still reaches the others by it
+        assert found == others == ["", ["checkpoint_0", "checkpoint_1"]]
+        return
+    errors = [error for error, _ in (found, others)]
+    assert all("checkpoint_1 was not saved" in error for error in errors)
+    assert any("a process cannot be reached" in error for error in errors)  # the other may still write, to what is gone
+    assert found[1] == others[1] == ["checkpoint_0"]
 
 
 def test_activations_of_a_job_are_offloaded_and_it_trains_alike(tmp_path: Path) -> None:
