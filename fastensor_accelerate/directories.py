@@ -64,10 +64,8 @@ class StateDirectory:
 
     @property
     def is_staged(self) -> bool:
-        """True if there is a staging directory, and not a link in its place. A network filesystem, which may remember
-        what a name was, is asked for the names."""
-        parent, name = os.path.split(self.staging)
-        return name in _names_in(parent) and not os.path.islink(self.staging)
+        """True if there is a staging directory, and not a link in its place."""
+        return self._new.is_there
 
     @property
     def is_intact(self) -> bool:
