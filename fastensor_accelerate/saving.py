@@ -19,7 +19,6 @@ from fastensor.files import posix
 from fastensor.files.new_directory import DirectoryInUseError
 from fastensor_accelerate.config import FastensorConfig
 from fastensor_accelerate.directories import StateDirectory, is_state, remove_state, states_in, surplus
-from fastensor_accelerate.metrics import StateMetrics
 
 _accelerates_logger = logging.getLogger("accelerate.accelerator")  # its adapter would ask Accelerate's state
 _HOW_TO_KEEP_APART = (
@@ -48,7 +47,10 @@ class StateSave:
     started: float = field(default_factory=time.perf_counter)
     replaces: bool = False
     """True if the state takes the place of an older one of the same name."""
-    metrics: StateMetrics = field(default_factory=StateMetrics)
+    nbytes: int = 0
+    """Bytes of files that are written, without those of ``handles``."""
+    stall_seconds: float = 0.0
+    """Seconds that the call has taken, if the save is asynchronous."""
     handles: list[fastensor.SaveHandle] = field(default_factory=list)
     shards: list[Callable[[], object]] = field(default_factory=list)
     """Functions that write copies of shards, which all processes call together."""
@@ -144,7 +146,7 @@ class StateSave:
             self.directory.discard()
             raise
         if self.is_main:  # it publishes, perhaps before another process comes here
-            self.metrics.nbytes += sum(map(nbytes_in_directory, self.folders_of_shards))
+            self.nbytes += sum(map(nbytes_in_directory, self.folders_of_shards))
 
     def check_written(self) -> None:
         """Write the shards that are left, and wait for the files.
