@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from accelerate import Accelerator
 from torch.nn import Module
 
 from fastensor.files.arguments import checks_keywords, checks_keywords_with, keywords_of
-from fastensor.files.replacing import replace_attribute
+from fastensor.files.replacing import wrap_method
 from fastensor.files.shown import shown
 from fastensor.offload.modules import is_fsdp2
 from fastensor_accelerate import attached, transformers_trainer
@@ -21,10 +20,10 @@ from fastensor_accelerate.attached import offloads_of, saver_of
 from fastensor_accelerate.config import FastensorConfig
 from fastensor_accelerate.states import savers
 
-_own: dict[str, Callable[..., Any]] = {}
-"""Accelerate's own methods by name, while Fastensor is enabled."""
+_Own: TypeAlias = Callable[..., Any]
+"""Accelerate's own method."""
 _undo = ExitStack()
-"""Gives them back to Accelerate."""
+"""Gives Accelerate its own methods back."""
 
 
 @checks_keywords
@@ -46,11 +45,11 @@ def enable(config: FastensorConfig | None = None) -> None:
     >>> fastensor_accelerate.enable()
     >>> fastensor_accelerate.disable()
     """
+    was_enabled = is_enabled()
     attached.options = FastensorConfig.from_environment() if config is None else config
-    if not _own:
-        for name, method in _METHODS.items():
-            _own[name] = getattr(Accelerator, name)
-            _undo.callback(replace_attribute(Accelerator, name, functools.wraps(_own[name])(method)))
+    if not was_enabled:
+        for name, method in {"__init__": _init, **_METHODS}.items():
+            _undo.callback(wrap_method(Accelerator, name, method))
     transformers_trainer.intercept()
 
 
@@ -63,7 +62,6 @@ def disable() -> None:
     """
     attached.options = None
     _undo.close()
-    _own.clear()
     transformers_trainer.restore()
     with ExitStack() as closing:  # all of them, whatever the others raise
         for saver in tuple(savers):
@@ -78,44 +76,45 @@ def is_enabled() -> bool:
     return attached.options is not None
 
 
-def _stock(name: str, accelerator: Accelerator) -> Callable[..., Any]:
-    """Accelerate's own method, bound."""
-    return partial(_own.get(name) or getattr(Accelerator, name), accelerator)
-
-
 def _save_state(
-    self: Accelerator, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    own: _Own,
+    self: Accelerator,
+    output_dir: str | None = None,
+    safe_serialization: bool = True,
+    **save_model_func_kwargs: Any,
 ) -> Path:
     return saver_of(self).save_state(
-        _stock("save_state", self), output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs
+        partial(own, self), output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs
     )
 
 
 def _load_state(
-    self: Accelerator, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
+    own: _Own,
+    self: Accelerator,
+    input_dir: str | None = None,
+    load_kwargs: dict[str, Any] | None = None,
+    **options: Any,
 ) -> None:
-    return saver_of(self).load_state(_stock("load_state", self), input_dir, load_kwargs=load_kwargs, **options)
+    return saver_of(self).load_state(partial(own, self), input_dir, load_kwargs=load_kwargs, **options)
 
 
-def _save(self: Accelerator, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+def _save(own: _Own, self: Accelerator, *args: Any, **options: Any) -> None:
     with saver_of(self).saving():
-        _stock("save", self)(obj, f, safe_serialization=safe_serialization)
+        own(self, *args, **options)
 
 
 def _prepare_model(
-    self: Accelerator, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    own: _Own, self: Accelerator, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
 ) -> Module:
-    prepared: Module = _stock("prepare_model", self)(
-        model, device_placement=device_placement, evaluation_mode=evaluation_mode
-    )
+    prepared: Module = own(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
     if not evaluation_mode and (offloads := offloads_of(self)) is not None:
         offloads.add(prepared)
     return prepared
 
 
-def _prepare(self: Accelerator, *objects: Any, **options: Any) -> Any:
+def _prepare(own: _Own, self: Accelerator, *objects: Any, **options: Any) -> Any:
     """Accelerate's own ``prepare``, which shards models by FSDP2 without :meth:`prepare_model`."""
-    prepared = _stock("prepare", self)(*objects, **options)
+    prepared = own(self, *objects, **options)
     if (offloads := offloads_of(self)) is not None:
         for one in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
             if isinstance(one, Module) and any(map(is_fsdp2, one.modules())):
@@ -123,43 +122,44 @@ def _prepare(self: Accelerator, *objects: Any, **options: Any) -> Any:
     return prepared
 
 
-def _backward(self: Accelerator, loss: Any, **options: Any) -> None:
-    _stock("backward", self)(loss, **options)
+def _backward(own: _Own, self: Accelerator, *args: Any, **options: Any) -> None:
+    own(self, *args, **options)
     if (offloads := offloads_of(self)) is not None:
         offloads.check()
 
 
-def _log(self: Accelerator, values: dict[str, Any], step: int | None = None, *args: Any, **options: Any) -> None:
+def _log(
+    own: _Own, self: Accelerator, values: dict[str, Any], step: int | None = None, *args: Any, **options: Any
+) -> None:
     if step is not None:
         saver_of(self).step = step
     if (offloads := offloads_of(self)) is not None:
         values = {**offloads.metrics(), **values}  # in one call: trackers may count calls as steps
-    _stock("log", self)(values, step, *args, **options)
+    own(self, values, step, *args, **options)
 
 
-def _free_memory(self: Accelerator, *objects: Any) -> Any:
+def _free_memory(own: _Own, self: Accelerator, *objects: Any) -> Any:
     if offloads_of(self) is not None:
         saver_of(self).close_offloads()
-    return _stock("free_memory", self)(*objects)
+    return own(self, *objects)
 
 
-def _end_training(self: Accelerator) -> None:
+def _end_training(own: _Own, self: Accelerator) -> None:
     saver = saver_of(self)
     try:
         saver.close()
     finally:
         saver.close_offloads()
-        _stock("end_training", self)()
+        own(self)
     saver.print_summary()
 
 
-def _init(self: Accelerator, *args: Any, **options: Any) -> None:
-    _stock("__init__", self)(*args, **options)
+def _init(own: _Own, self: Accelerator, *args: Any, **options: Any) -> None:
+    own(self, *args, **options)
     transformers_trainer.intercept()  # a Trainer makes its Accelerator before the first step
 
 
 _METHODS: dict[str, Callable[..., Any]] = {
-    "__init__": _init,
     "save_state": _save_state,
     "load_state": _load_state,
     "save": _save,
@@ -170,6 +170,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "log": _log,
     "end_training": _end_training,
 }
+"""Methods that are replaced: each gets Accelerate's own, and then the Accelerator."""
 
 
 class FastensorAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no types
@@ -196,5 +197,4 @@ class FastensorAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has
 
 
 for _name, _method in _METHODS.items():
-    if _name != "__init__":
-        setattr(FastensorAccelerator, _name, functools.wraps(getattr(Accelerator, _name))(_method))
+    wrap_method(FastensorAccelerator, _name, _method)

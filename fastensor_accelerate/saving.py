@@ -44,6 +44,8 @@ class StateSave:
     total_limit: int | None
     name: str = ""
     """Name in messages of a state that Accelerate names."""
+    is_pickled: bool = False
+    """True if models are saved as ``pytorch_model.bin``, which ``load_state`` reads where it finds nothing else."""
     started: float = field(default_factory=time.perf_counter)
     replaces: bool = False
     """True if the state takes the place of an older one of the same name."""
@@ -103,7 +105,8 @@ class StateSave:
         they would add up.
 
         Raises:
-            CheckpointWriteError: another process saves a state of the same name.
+            CheckpointWriteError: another process saves a state of the same name; or ``load_state`` would read the model
+                of an older state.
             ValueError: another job has saved a state of that name meanwhile, or was about to replace one.
             OSError: the filesystem refused.
         """
@@ -115,6 +118,8 @@ class StateSave:
             ) from error
         self.find_replaced()  # from now on, no other process saves one
         if not self.directory.is_named_by_accelerate:
+            if self.is_pickled and not self.is_sharded:
+                self.directory.check_has_no_safetensors()
             return
         folder = os.path.dirname(self.directory.path)
         if states := [state for state in states_in(folder) if is_state(state)]:

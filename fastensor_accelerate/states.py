@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import shutil
 import sys
 import time
 import weakref
@@ -24,10 +22,8 @@ from fastensor.backends.registry import announce
 from fastensor.checkpoint import ordering
 from fastensor.checkpoint.agreement import Agreement
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve, staging_first, touch_staging
-from fastensor.checkpoint.freeing import wait_for_space
-from fastensor.errors import CheckpointWriteError, CorruptCheckpointError, NotACheckpointError
+from fastensor.errors import CorruptCheckpointError, NotACheckpointError
 from fastensor.files.job_store import has_others
-from fastensor.files.words import human_size
 from fastensor.select.share import Sharing, share_choice
 from fastensor_accelerate.activation_offload import PreparedOffloads
 from fastensor_accelerate.agreement import SavingProcesses
@@ -121,6 +117,7 @@ class StateSaver:
         returned, directory = self._directory(output_dir)
         saving = self._begin(directory, agreement, self.config)
         saving.name = f"{returned} ({self.accelerator.save_iteration})"
+        saving.is_pickled = not options.get("safe_serialization", True)
         publish = partial(saving.publish, partial(self._account, saving))
         saving.together(lambda: self._check(saving))  # all processes raise, or none
         if agreement.size > 1:
@@ -345,39 +342,17 @@ class StateSaver:
         """Called by Accelerate when the hooks of the script have left what is to be saved.
 
         Raises:
-            Exception: there is no room; or a hook of another process has failed, for which processes that write files
-                together would wait.
+            Exception: a hook of another process has failed, for which processes that write files together would wait.
         """
-        if not saving.is_together:
-            self._make_room(saving, models, weights, output_dir)
-            return
-        try:
-            saving.together(lambda: self._make_room(saving, models, weights, output_dir))
-        except Exception:
-            saving.is_settled = True
-            raise
-
-    def _make_room(self, saving: StateSave, models: object, weights: object, output_dir: str) -> None:
-        """
-        Raises:
-            CheckpointWriteError: there is no room for the state beside the older ones.
-        """
-        if not saving.is_main or saving.is_sharded:
-            return
-        nbytes = nbytes_of([weights, [dict(optimizer.state) for optimizer in self.accelerator._optimizers]])
-        free = shutil.disk_usage(output_dir).free
-        if nbytes > free:
-            wait_for_space()
-            free = shutil.disk_usage(output_dir).free
-        if nbytes > free:
-            raise CheckpointWriteError(
-                errno.ENOSPC,
-                f"the state takes about {human_size(nbytes)}, and {human_size(free)} are free; older states are only "
-                "removed when a new one is durable",
-                saving.directory.path,
-            )
-        if saving.config.asynchronous:
-            reserve(self._async_writer(), nbytes)
+        if saving.config.asynchronous and saving.is_main and not saving.is_sharded:
+            states = [dict(optimizer.state) for optimizer in self.accelerator._optimizers]
+            reserve(self._async_writer(), nbytes_of([weights, states]))
+        if saving.is_together:
+            try:
+                saving.together(lambda: None)
+            except Exception:
+                saving.is_settled = True
+                raise
 
     def _write(self, saving: StateSave, stock: Callable[..., Path], options: dict[str, Any]) -> None:
         """Have Accelerate write the state to the staging directory."""
