@@ -15,15 +15,10 @@ options: FastensorConfig | None = None
 
 
 def attach_saver(accelerator: Accelerator, config: FastensorConfig) -> StateSaver:
-    """Make the saver of an Accelerator, with options that stay."""
+    """Make the saver of an Accelerator."""
     saver = StateSaver(accelerator, config)
     setattr(accelerator, _SAVER, saver)
     return saver
-
-
-def drop_saver(accelerator: Accelerator) -> None:
-    """Let an Accelerator get other options with its next saver."""
-    accelerator.__dict__.pop(_SAVER, None)
 
 
 def saver_of(accelerator: Accelerator) -> StateSaver:

@@ -50,6 +50,9 @@ def enable(config: FastensorConfig | None = None) -> None:
     if not was_enabled:
         for name, method in {"__init__": _init, **_METHODS}.items():
             _undo.callback(wrap_method(Accelerator, name, method))
+        for saver in savers:  # of before disable()
+            if not isinstance(saver.accelerator, FastensorAccelerator):
+                saver.config = attached.options
     transformers_trainer.intercept()
 
 
@@ -65,8 +68,6 @@ def disable() -> None:
     transformers_trainer.restore()
     with ExitStack() as closing:  # all of them, whatever the others raise
         for saver in tuple(savers):
-            if not isinstance(saver.accelerator, FastensorAccelerator):
-                closing.callback(attached.drop_saver, saver.accelerator)
             closing.callback(saver.close)
             closing.callback(saver.close_offloads)
 
