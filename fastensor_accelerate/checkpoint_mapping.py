@@ -100,27 +100,6 @@ class Order:
             name = self._next.get(name, name)
 
 
-class _Used(NamedTuple):
-    """A tensor that was given out. Asking for it again gives the same memory, as long as anybody uses it."""
-
-    storage: weakref.ref[torch.UntypedStorage]
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Self:
-        """The record of a tensor that is given out. The tensor begins where its storage does."""
-        return cls(weakref.ref(tensor.untyped_storage()), tensor.dtype, tensor.shape, tensor.stride())
-
-    def tensor(self) -> torch.Tensor | None:
-        """The tensor, unless its memory is gone."""
-        storage = self.storage()
-        if storage is None:
-            return None
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, 0, self.shape, self.stride)
-
-
 class _Ahead(NamedTuple):
     """A tensor that is being read ahead, or was."""
 
@@ -226,7 +205,9 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
             raise
         self._order = Order([] if model is None else [name for name, _ in parameters_of(model)])
         self._lock = threading.Lock()
-        self._used: dict[str, _Used] = {}
+        self._used: dict[str, tuple[weakref.ref[torch.UntypedStorage], torch.Tensor]] = {}
+        """Memory of tensors that were given out, each of which begins where its storage does, and their forms, on the
+        meta device. Asking for one again gives the same memory, as long as anybody uses it."""
         self._ahead: dict[str, _Ahead] = {}
         """Tensors that the thread reads and has read, by names in the files, in the order of reading."""
         self._thread = ThreadPoolExecutor(1, "fastensor-weights")
@@ -254,7 +235,7 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
             self._read_ahead()
         if future is not None:
             tensor = future.result()
-            self._used[stored] = _Used.of(tensor)
+            self._used[stored] = weakref.ref(tensor.untyped_storage()), tensor.to("meta")
         assert tensor is not None
         return tensor
 
@@ -323,8 +304,11 @@ class CheckpointMapping(Mapping[str, torch.Tensor]):
             raise RuntimeError(f"{self!r} was made before this process was forked; make a mapping in each process")
 
     def _in_use(self, stored: str) -> torch.Tensor | None:
-        known = self._used.get(stored)
-        return None if known is None else known.tensor()
+        memory, form = self._used.get(stored, (lambda: None, None))
+        storage = memory()
+        if storage is None or form is None:
+            return None
+        return torch.empty(0, dtype=form.dtype, device=storage.device).set_(storage, 0, form.shape, form.stride())
 
     def _take(self, stored: str) -> Future[torch.Tensor]:
         """A tensor that is read ahead; or have the thread read it, before all that it has not begun."""

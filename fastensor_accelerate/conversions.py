@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fastensor.errors import UnsupportedContentError
-from fastensor_accelerate.weight_files import Weight, WeightFiles
+from fastensor_accelerate.weight_files import WeightFiles
 
 _WAY_OUT = (
     "have transformers convert it once: "
@@ -54,7 +54,7 @@ class ConvertedWeights:
     Args:
         files: the files. They are closed with this.
         conversions: by the names of the tensors that they make.
-        made: what is known of these tensors.
+        made: these tensors, on the meta device.
     """
 
     def __init__(
@@ -62,9 +62,7 @@ class ConvertedWeights:
     ) -> None:
         self._files = files
         self._made_by = {_key(name): (name, conversion) for name, conversion in conversions.items()}
-        self.weights = dict(files.weights) | {
-            _key(name): Weight(tuple(tensor.shape), tensor.nbytes, tensor.dtype) for name, tensor in made.items()
-        }
+        self.weights = {**files.weights, **{_key(name): tensor for name, tensor in made.items()}}
         self.ties = files.ties
 
     def read(self, name: str) -> torch.Tensor:
@@ -146,13 +144,8 @@ def _plan(
 
 def _without_data(conversion: Conversion, files: WeightFiles, path: str) -> dict[str, torch.Tensor]:
     """The tensors that a conversion makes, on the meta device."""
-
-    def described(stored: str) -> torch.Tensor:
-        weight = files.weights[stored]
-        return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-
     try:
-        return conversion.run(described)
+        return conversion.run(files.weights.__getitem__)
     except Exception as error:  # any operation of any model: whatever it raises is told
         raise UnsupportedContentError(
             f"{path}: transformers makes {conversion.target!r} of {conversion.sources[0][0]!r} and others "

@@ -14,6 +14,7 @@ then the first process of every other machine, if it does not see that it is don
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from fastensor.checkpoint import ordering
 from fastensor.checkpoint.directories import METADATA_NAME, remove_replaced_shards
 from fastensor.checkpoint.files import make_directories
 from fastensor.checkpoint.writing.freeing import freeing_afterwards
+from fastensor.errors import CheckpointWriteError
 from fastensor.files import posix
 from fastensor.files.new_directory import ASIDE_SUFFIX, DirectoryInUseError, NewDirectory, remove_unless_locked
 
@@ -34,12 +36,10 @@ _SAVING = ".fastensor-saving"
 _SAVED = ".fastensor-saved"
 _NUMBER = re.compile(r"[\/]?([0-9]+)(?=[^\/]*$)")
 """Accelerate's pattern of the number of a state."""
-_MODEL = re.compile(r"(?P<name>model|pytorch_model)(?P<number>_\d+)?\.(?:safetensors|bin)")
-_TWINS = {"model": "pytorch_model{}.bin", "pytorch_model": "model{}.safetensors"}
+_READ_FIRST = re.compile(r"model(_\d+)?\.safetensors")
+"""Names of models that Accelerate loads in place of those in ``pytorch_model.bin``."""
 _RANDOM_STATES = "random_states_"
 """Accelerate writes a file of such a name to each state, when it has written most others."""
-_OBSOLETE = ".fastensor-obsolete"
-"""The end of the name of an empty file in a committed state: the file of that name goes from the directory."""
 
 
 class StateDirectory:
@@ -64,10 +64,8 @@ class StateDirectory:
 
     @property
     def is_staged(self) -> bool:
-        """True if there is a staging directory, and not a link in its place. A network filesystem, which may remember
-        what a name was, is asked for the names."""
-        parent, name = os.path.split(self.staging)
-        return name in _names_in(parent) and not os.path.islink(self.staging)
+        """True if there is a staging directory, and not a link in its place."""
+        return self._new.is_there
 
     @property
     def is_intact(self) -> bool:
@@ -107,7 +105,6 @@ class StateDirectory:
         """
         self._new.check()
         if moves := not (self.is_named_by_accelerate and (replaces or _is_free(self.path))):
-            _mark_obsolete(self.path, self.staging)
             self._new.path = os.path.join(self.path, _SAVED)
         self._new.publish(durable=durable)
         if self.is_named_by_accelerate and link:
@@ -117,6 +114,17 @@ class StateDirectory:
         if moves:
             finish(self.path, durable=durable)
         self.tidy()
+
+    def check_has_no_safetensors(self) -> None:
+        """
+        Raises:
+            CheckpointWriteError: the directory has a model that Accelerate would load in place of the one in the other
+                format that is to be saved.
+        """
+        for name in filter(_READ_FIRST.fullmatch, _names_in(self.path)):
+            what = "load_state would read this model, and not the one that is to be saved in the other format"
+            how = "remove it, or save to another directory"
+            raise CheckpointWriteError(errno.EEXIST, f"{what}; {how}", os.path.join(self.path, name))
 
     def discard(self) -> None:
         """Remove the staging directory, if it was made here and not published. What cannot be removed is left to the
@@ -166,15 +174,8 @@ def finish(directory: str | os.PathLike[str], *, durable: bool = True) -> bool:
         OSError: the filesystem refused.
     """
     committed = os.path.join(directory, _SAVED)
-    try:
-        names = os.listdir(committed)
-    except (FileNotFoundError, NotADirectoryError):
+    if not os.path.isdir(committed):
         return False
-    for name in names:
-        if name.endswith(_OBSOLETE):
-            for path in (os.path.join(directory, name.removesuffix(_OBSOLETE)), os.path.join(committed, name)):
-                with contextlib.suppress(FileNotFoundError):  # another process was faster
-                    os.unlink(path)
     move_into(committed, os.fspath(directory), durable=durable)
     with contextlib.suppress(FileNotFoundError):
         os.rmdir(committed)
@@ -361,28 +362,6 @@ def settle_states(checkpoints: str, *, durable: bool) -> None:
     for state in states:
         if _number_of(state) == _number_of(states[-1]):
             finish(state, durable=durable)
-
-
-def _twin_of(name: str) -> str | None:
-    """The file in which an older state may have had the same model, and which Accelerate would load first.
-
-    >>> _twin_of("pytorch_model_1.bin")
-    'model_1.safetensors'
-    """
-    match = _MODEL.fullmatch(name)
-    if match is None:
-        return None
-    return _TWINS[match["name"]].format(match["number"] or "")
-
-
-def _mark_obsolete(directory: str, staging: str) -> None:
-    """Note in a state which files of a directory hold models that the state has in the other format."""
-    names, there = {*os.listdir(staging)}, {*os.listdir(directory)}
-    for name in names:
-        twin = _twin_of(name)
-        if twin in there - names:
-            with open(os.path.join(staging, twin + _OBSOLETE), "xb"):
-                pass
 
 
 def _is_free(path: str) -> bool:

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from accelerate import Accelerator
 from torch.nn import Module
 
 from fastensor.files.arguments import checks_keywords, checks_keywords_with, keywords_of
-from fastensor.files.replacing import replace_attribute
+from fastensor.files.replacing import wrap_method
 from fastensor.files.shown import shown
 from fastensor.offload.modules import is_fsdp2
-from fastensor_accelerate import transformers_trainer
-from fastensor_accelerate.activation_offload import PreparedOffloads
+from fastensor_accelerate import attached, transformers_trainer
+from fastensor_accelerate.attached import offloads_of, saver_of
 from fastensor_accelerate.config import FastensorConfig
-from fastensor_accelerate.states import StateSaver, savers
+from fastensor_accelerate.states import savers
 
-_SAVER = "_fastensor_saver"
-"""The attribute of an Accelerator that holds its saver."""
-_OFFLOADS = "_fastensor_offloads"
-"""The attribute of an Accelerator that holds the offloads of its models."""
-_own: dict[str, Callable[..., Any]] = {}
-"""Accelerate's own methods by name, while Fastensor is enabled."""
+_Own: TypeAlias = Callable[..., Any]
+"""Accelerate's own method."""
 _undo = ExitStack()
-"""Gives them back to Accelerate."""
-_config: FastensorConfig | None = None
+"""Gives Accelerate its own methods back."""
 
 
 @checks_keywords
@@ -51,13 +45,15 @@ def enable(config: FastensorConfig | None = None) -> None:
     >>> fastensor_accelerate.enable()
     >>> fastensor_accelerate.disable()
     """
-    global _config
-    _config = FastensorConfig.from_environment() if config is None else config
-    if not _own:
-        for name, method in _METHODS.items():
-            _own[name] = getattr(Accelerator, name)
-            _undo.callback(replace_attribute(Accelerator, name, functools.wraps(_own[name])(method)))
-    transformers_trainer.intercept(_saver_of, _offloads_of)
+    was_enabled = is_enabled()
+    attached.options = FastensorConfig.from_environment() if config is None else config
+    if not was_enabled:
+        for name, method in {"__init__": _init, **_METHODS}.items():
+            _undo.callback(wrap_method(Accelerator, name, method))
+        for saver in savers:  # of before disable()
+            if not isinstance(saver.accelerator, FastensorAccelerator):
+                saver.config = attached.options
+    transformers_trainer.intercept()
 
 
 def disable() -> None:
@@ -67,135 +63,104 @@ def disable() -> None:
     Raises:
         Exception: what the save of a pending state has failed with.
     """
-    global _config
-    _config = None
+    attached.options = None
     _undo.close()
-    _own.clear()
     transformers_trainer.restore()
     with ExitStack() as closing:  # all of them, whatever the others raise
         for saver in tuple(savers):
             closing.callback(saver.close)
-            closing.callback(_close_offloads, saver.accelerator)
-            saver.keeps_options = isinstance(saver.accelerator, FastensorAccelerator)
+            closing.callback(saver.close_offloads)
 
 
 def is_enabled() -> bool:
     """True if :func:`enable` is in effect."""
-    return _config is not None
-
-
-def _saver_of(accelerator: Accelerator) -> StateSaver:
-    saver: StateSaver | None = accelerator.__dict__.get(_SAVER)
-    if saver is None:
-        saver = StateSaver(accelerator, _config or FastensorConfig())
-        setattr(accelerator, _SAVER, saver)
-    elif _config is not None and not saver.keeps_options:  # enabled again after disable()
-        saver.config, saver.keeps_options = _config, True
-    return saver
-
-
-def _offloads_of(accelerator: Accelerator) -> PreparedOffloads | None:
-    """The offloads of an Accelerator's models; None if the options do not offload."""
-    has_saver = _SAVER in accelerator.__dict__  # an Accelerator that does not use Fastensor yet is to get later options
-    config = _saver_of(accelerator).config if has_saver else _config or FastensorConfig()
-    if not config.offload:
-        return None
-    if _OFFLOADS not in accelerator.__dict__:
-        _saver_of(accelerator)  # by which disable() finds the offloads
-        setattr(accelerator, _OFFLOADS, PreparedOffloads(accelerator, config.offload_config()))
-    offloads: PreparedOffloads = accelerator.__dict__[_OFFLOADS]
-    return offloads
-
-
-def _close_offloads(accelerator: Accelerator) -> None:
-    offloads: PreparedOffloads | None = accelerator.__dict__.pop(_OFFLOADS, None)
-    if offloads is not None:
-        offloads.close()
-
-
-def _stock(name: str, accelerator: Accelerator) -> Callable[..., Any]:
-    """Accelerate's own method, bound."""
-    return partial(_own.get(name) or getattr(Accelerator, name), accelerator)
+    return attached.options is not None
 
 
 def _save_state(
-    self: Accelerator, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    own: _Own,
+    self: Accelerator,
+    output_dir: str | None = None,
+    safe_serialization: bool = True,
+    **save_model_func_kwargs: Any,
 ) -> Path:
-    return _saver_of(self).save_state(
-        _stock("save_state", self), output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs
+    return saver_of(self).save_state(
+        partial(own, self), output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs
     )
 
 
 def _load_state(
-    self: Accelerator, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
+    own: _Own,
+    self: Accelerator,
+    input_dir: str | None = None,
+    load_kwargs: dict[str, Any] | None = None,
+    **options: Any,
 ) -> None:
-    if load_kwargs is not None:  # Accelerate has it since 1.8
-        options["load_kwargs"] = load_kwargs
-    return _saver_of(self).load_state(_stock("load_state", self), input_dir, **options)
+    return saver_of(self).load_state(partial(own, self), input_dir, load_kwargs=load_kwargs, **options)
 
 
-def _save(self: Accelerator, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-    with _saver_of(self).saving():
-        _stock("save", self)(obj, f, safe_serialization=safe_serialization)
+def _save(own: _Own, self: Accelerator, *args: Any, **options: Any) -> None:
+    with saver_of(self).saving():
+        own(self, *args, **options)
 
 
 def _prepare_model(
-    self: Accelerator, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    own: _Own, self: Accelerator, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
 ) -> Module:
-    prepared: Module = _stock("prepare_model", self)(
-        model, device_placement=device_placement, evaluation_mode=evaluation_mode
-    )
-    if not evaluation_mode and (offloads := _offloads_of(self)) is not None:
+    prepared: Module = own(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+    if not evaluation_mode and (offloads := offloads_of(self)) is not None:
         offloads.add(prepared)
     return prepared
 
 
-def _prepare(self: Accelerator, *objects: Any, **options: Any) -> Any:
+def _prepare(own: _Own, self: Accelerator, *objects: Any, **options: Any) -> Any:
     """Accelerate's own ``prepare``, which shards models by FSDP2 without :meth:`prepare_model`."""
-    prepared = _stock("prepare", self)(*objects, **options)
-    if (offloads := _offloads_of(self)) is not None:
+    prepared = own(self, *objects, **options)
+    if (offloads := offloads_of(self)) is not None:
         for one in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
             if isinstance(one, Module) and any(map(is_fsdp2, one.modules())):
                 offloads.add(one)
     return prepared
 
 
-def _backward(self: Accelerator, loss: Any, **options: Any) -> None:
-    _stock("backward", self)(loss, **options)
-    if (offloads := _offloads_of(self)) is not None:
+def _backward(own: _Own, self: Accelerator, *args: Any, **options: Any) -> None:
+    own(self, *args, **options)
+    if (offloads := offloads_of(self)) is not None:
         offloads.check()
 
 
-def _log(self: Accelerator, values: dict[str, Any], step: int | None = None, *args: Any, **options: Any) -> None:
+def _log(
+    own: _Own, self: Accelerator, values: dict[str, Any], step: int | None = None, *args: Any, **options: Any
+) -> None:
     if step is not None:
-        _saver_of(self).step = step
-    if (offloads := _offloads_of(self)) is not None:
+        saver_of(self).step = step
+    if (offloads := offloads_of(self)) is not None:
         values = {**offloads.metrics(), **values}  # in one call: trackers may count calls as steps
-    _stock("log", self)(values, step, *args, **options)
+    own(self, values, step, *args, **options)
 
 
-def _free_memory(self: Accelerator, *objects: Any) -> Any:
-    _close_offloads(self)
-    return _stock("free_memory", self)(*objects)
+def _free_memory(own: _Own, self: Accelerator, *objects: Any) -> Any:
+    if offloads_of(self) is not None:
+        saver_of(self).close_offloads()
+    return own(self, *objects)
 
 
-def _end_training(self: Accelerator) -> None:
-    saver = _saver_of(self)
+def _end_training(own: _Own, self: Accelerator) -> None:
+    saver = saver_of(self)
     try:
         saver.close()
     finally:
-        _close_offloads(self)
-        _stock("end_training", self)()
+        saver.close_offloads()
+        own(self)
     saver.print_summary()
 
 
-def _init(self: Accelerator, *args: Any, **options: Any) -> None:
-    _stock("__init__", self)(*args, **options)
-    transformers_trainer.intercept(_saver_of, _offloads_of)  # a Trainer makes its Accelerator before the first step
+def _init(own: _Own, self: Accelerator, *args: Any, **options: Any) -> None:
+    own(self, *args, **options)
+    transformers_trainer.intercept()  # a Trainer makes its Accelerator before the first step
 
 
 _METHODS: dict[str, Callable[..., Any]] = {
-    "__init__": _init,
     "save_state": _save_state,
     "load_state": _load_state,
     "save": _save,
@@ -206,6 +171,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "log": _log,
     "end_training": _end_training,
 }
+"""Methods that are replaced: each gets Accelerate's own, and then the Accelerator."""
 
 
 class FastensorAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no types
@@ -224,7 +190,7 @@ class FastensorAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has
     def __init__(self, *args: Any, fastensor_config: FastensorConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = FastensorConfig.from_environment() if fastensor_config is None else fastensor_config
-        setattr(self, _SAVER, StateSaver(self, config))
+        attached.attach_saver(self, config)
 
     @shown
     def __repr__(self) -> str:
@@ -232,5 +198,4 @@ class FastensorAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has
 
 
 for _name, _method in _METHODS.items():
-    if _name != "__init__":
-        setattr(FastensorAccelerator, _name, functools.wraps(getattr(Accelerator, _name))(_method))
+    wrap_method(FastensorAccelerator, _name, _method)

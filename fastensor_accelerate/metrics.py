@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import fastensor
 from fastensor.files.words import counted, human_seconds, human_size
 
 
-@dataclass(slots=True)
-class StateMetrics:
-    """One saved state."""
+@dataclass(frozen=True, slots=True)
+class StateCost:
+    """Costs of one saved state."""
 
-    nbytes: int = 0
+    nbytes: int
     """Bytes of the files that Fastensor has written in this process."""
-    stall_seconds: float = 0.0
+    stall_seconds: float
     """Seconds that ``save_state`` took."""
-    seconds: float = 0.0
+    seconds: float
     """Seconds from the call until the state was published."""
 
     def as_metrics(self) -> dict[str, float]:
@@ -30,41 +30,17 @@ class StateMetrics:
         }
 
 
-class StateTotals:
-    """All saves and loads of states of one Accelerator in this process. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._states = 0
-        self._nbytes = 0
-        self._stall_seconds = self._seconds = 0.0
-        self._files_loaded = self._loaded_nbytes = 0
-        self._load_seconds = 0.0
-
-    def add_state(self, state: StateMetrics) -> None:
-        with self._lock:
-            self._states += 1
-            self._nbytes += state.nbytes
-            self._stall_seconds += state.stall_seconds
-            self._seconds += state.seconds
-
-    def add_load(self, report: fastensor.LoadReport) -> None:
-        with self._lock:
-            self._files_loaded += 1
-            self._loaded_nbytes += report.nbytes
-            self._load_seconds += report.seconds
-
-    def summary(self) -> str | None:
-        """One line for the end of a training; None if nothing was saved or loaded."""
-        parts = []
-        if self._states:
-            parts.append(
-                f"saved {counted(self._states, 'states')} ({human_size(self._nbytes)}) in "
-                f"{human_seconds(self._seconds)}, of which training waited {human_seconds(self._stall_seconds)}"
-            )
-        if self._files_loaded:
-            parts.append(
-                f"loaded {human_size(self._loaded_nbytes)} in {human_seconds(self._load_seconds)} "
-                f"({human_size(self._loaded_nbytes / self._load_seconds)}/s)"
-            )
-        return "; ".join(parts) or None
+def summary(saved: Sequence[StateCost], loaded: Sequence[fastensor.LoadReport]) -> str:
+    """One line for the end of a training; empty if nothing was saved or loaded."""
+    parts = []
+    if saved:
+        size, seconds = sum(one.nbytes for one in saved), sum(one.seconds for one in saved)
+        waited = sum(one.stall_seconds for one in saved)
+        parts.append(
+            f"saved {counted(len(saved), 'states')} ({human_size(size)}) in {human_seconds(seconds)}, of which "
+            f"training waited {human_seconds(waited)}"
+        )
+    if loaded:
+        size, seconds = sum(one.nbytes for one in loaded), sum(one.seconds for one in loaded)
+        parts.append(f"loaded {human_size(size)} in {human_seconds(seconds)} ({human_size(size / seconds)}/s)")
+    return "; ".join(parts)

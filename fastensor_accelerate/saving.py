@@ -19,7 +19,6 @@ from fastensor.files import posix
 from fastensor.files.new_directory import DirectoryInUseError
 from fastensor_accelerate.config import FastensorConfig
 from fastensor_accelerate.directories import StateDirectory, is_state, remove_state, states_in, surplus
-from fastensor_accelerate.metrics import StateMetrics
 
 _accelerates_logger = logging.getLogger("accelerate.accelerator")  # its adapter would ask Accelerate's state
 _HOW_TO_KEEP_APART = (
@@ -45,10 +44,15 @@ class StateSave:
     total_limit: int | None
     name: str = ""
     """Name in messages of a state that Accelerate names."""
+    is_pickled: bool = False
+    """True if models are saved as ``pytorch_model.bin``, which ``load_state`` reads where it finds nothing else."""
     started: float = field(default_factory=time.perf_counter)
     replaces: bool = False
     """True if the state takes the place of an older one of the same name."""
-    metrics: StateMetrics = field(default_factory=StateMetrics)
+    nbytes: int = 0
+    """Bytes of files that are written, without those of ``handles``."""
+    stall_seconds: float = 0.0
+    """Seconds that the call has taken, if the save is asynchronous."""
     handles: list[fastensor.SaveHandle] = field(default_factory=list)
     shards: list[Callable[[], object]] = field(default_factory=list)
     """Functions that write copies of shards, which all processes call together."""
@@ -101,7 +105,8 @@ class StateSave:
         they would add up.
 
         Raises:
-            CheckpointWriteError: another process saves a state of the same name.
+            CheckpointWriteError: another process saves a state of the same name; or ``load_state`` would read the model
+                of an older state.
             ValueError: another job has saved a state of that name meanwhile, or was about to replace one.
             OSError: the filesystem refused.
         """
@@ -113,6 +118,8 @@ class StateSave:
             ) from error
         self.find_replaced()  # from now on, no other process saves one
         if not self.directory.is_named_by_accelerate:
+            if self.is_pickled and not self.is_sharded:
+                self.directory.check_has_no_safetensors()
             return
         folder = os.path.dirname(self.directory.path)
         if states := [state for state in states_in(folder) if is_state(state)]:
@@ -144,7 +151,7 @@ class StateSave:
             self.directory.discard()
             raise
         if self.is_main:  # it publishes, perhaps before another process comes here
-            self.metrics.nbytes += sum(map(nbytes_in_directory, self.folders_of_shards))
+            self.nbytes += sum(map(nbytes_in_directory, self.folders_of_shards))
 
     def check_written(self) -> None:
         """Write the shards that are left, and wait for the files.

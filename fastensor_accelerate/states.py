@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import shutil
 import sys
 import time
 import weakref
@@ -24,11 +22,10 @@ from fastensor.backends.registry import announce
 from fastensor.checkpoint import ordering
 from fastensor.checkpoint.agreement import Agreement
 from fastensor.checkpoint.asynchronous.for_adapters import in_turn, reserve, staging_first, touch_staging
-from fastensor.checkpoint.writing.freeing import wait_for_space
-from fastensor.errors import CheckpointWriteError, CorruptCheckpointError, NotACheckpointError
+from fastensor.errors import CorruptCheckpointError, NotACheckpointError
 from fastensor.files.job_store import has_others
-from fastensor.files.words import human_size
 from fastensor.select.share import Sharing, share_choice
+from fastensor_accelerate.activation_offload import PreparedOffloads
 from fastensor_accelerate.agreement import SavingProcesses
 from fastensor_accelerate.config import FastensorConfig
 from fastensor_accelerate.directories import (
@@ -40,12 +37,13 @@ from fastensor_accelerate.directories import (
     settle_states,
     state_in,
 )
-from fastensor_accelerate.metrics import StateMetrics, StateTotals
+from fastensor_accelerate.metrics import StateCost, summary
 from fastensor_accelerate.saving import StateSave
 from fastensor_accelerate.seam import replaced
-from fastensor_accelerate.writing import StateWriter, nbytes_of
+from fastensor_accelerate.state_files import StateFiles, check_cooperation, check_shards, nbytes_of
 
 if TYPE_CHECKING:
+    from fastensor.checkpoint.dcp import FastensorStorageWriter
     from fastensor.checkpoint.dcp.redirect import Redirected
 
 _logger = logging.getLogger("fastensor")
@@ -56,7 +54,8 @@ savers: weakref.WeakSet[StateSaver] = weakref.WeakSet()
 
 
 class StateSaver:
-    """Saves and loads the states of one Accelerator. Call it in the thread that trains, in all processes of a job.
+    """Saves and loads the states of one Accelerator, and keeps the offloads of its models. Call it in the thread that
+    trains, in all processes of a job.
 
     Args:
         accelerator: whose states they are. Its own methods collect and restore them; the files are written and read
@@ -67,14 +66,16 @@ class StateSaver:
     def __init__(self, accelerator: Accelerator, config: FastensorConfig) -> None:
         self.accelerator = accelerator
         self.config = config
-        self.keeps_options = True
-        """True if the next :func:`~fastensor_accelerate.enable` leaves the options as they are."""
-        self._writer = StateWriter(accelerator)
+        self._writer: fastensor.AsyncWriter | None = None
+        self._shard_writers: dict[str, FastensorStorageWriter] = {}
         self._processes = SavingProcesses()
         self._sharing: Sharing | None = None
-        self._to_log: deque[StateMetrics] = deque()
-        self._totals = StateTotals()
-        """Totals of what the main process has saved and loaded."""
+        self._offloads: PreparedOffloads | None = None
+        self._to_log: deque[StateCost] = deque()
+        self._saved: list[StateCost] = []
+        """States that the main process has saved."""
+        self._loaded: list[fastensor.LoadReport] = []
+        """Files that it has loaded."""
         self._said_other_engine = False
         self._saving_in_turn = False
         self.step: int | None = None
@@ -106,7 +107,7 @@ class StateSaver:
         naming = self.accelerator.project_configuration.automatic_checkpoint_naming
         if self._has_own_engine() or (output_dir is None and not naming):  # Accelerate says what is wrong
             return stock(output_dir, **options)
-        self._writer.check_cooperation(self.config)
+        check_cooperation(self.accelerator, self.config)
         agreement = self._processes.all() if naming else self._processes.callers()
         if agreement is None:  # the main process does not wait for this one's files
             with self.saving():
@@ -116,31 +117,27 @@ class StateSaver:
         returned, directory = self._directory(output_dir)
         saving = self._begin(directory, agreement, self.config)
         saving.name = f"{returned} ({self.accelerator.save_iteration})"
+        saving.is_pickled = not options.get("safe_serialization", True)
+        publish = partial(saving.publish, partial(self._account, saving))
         saving.together(lambda: self._check(saving))  # all processes raise, or none
         if agreement.size > 1:
             self._share_choice()
         try:
             saving.on_each_machine(saving.prepare, lambda: not directory.is_staged)
             self._write(saving, stock, options)
-            saving.metrics.stall_seconds = time.perf_counter() - saving.started
             if not saving.config.asynchronous:
                 saving.confirm()
                 project.iteration = iteration + 1
-                saving.publish(lambda: self._account(saving))
+                publish()
         except BaseException:
             if saving.handles:  # their files are still being written
                 self._in_turn(saving, lambda: None)
             else:
                 directory.discard()
             raise
-        if not saving.config.asynchronous:
-            self._log()
-            return returned
-        project.iteration = iteration + 1  # in all processes, whether or not they fail
-        self._in_turn(saving, partial(self._commit, saving))
-        if saving.failure is not None:
-            raise saving.failure
-        return Path(directory.staging) if naming else returned
+        project.iteration = iteration + 1  # in all processes, whether or not an asynchronous save fails
+        self._end(saving, publish)
+        return Path(directory.staging) if naming and saving.config.asynchronous else returned
 
     def load_state(self, stock: Callable[..., None], input_dir: str | None, **options: Any) -> None:
         """Load a state as ``Accelerator.load_state`` does, after the pending one is published.
@@ -167,7 +164,7 @@ class StateSaver:
             with self.loading(together=self.config.cooperative) as shards:
                 stock(input_dir if directory is None else str(directory), **options)
             if shards is not None:
-                self._writer.check_shards(shards.loads)
+                check_shards(self.accelerator, shards.loads)
         except FileNotFoundError as error:
             if directory is not None and is_incomplete(directory):
                 error.add_note(f"a save to {directory} has begun and was never finished; load another state")
@@ -189,10 +186,7 @@ class StateSaver:
         """
         self.wait()
         damaged: list[CorruptCheckpointError | NotACheckpointError] = []
-        files = self._writer.files(
-            self.config, loaded=self._loaded, damaged=damaged, load_together=together and has_others()
-        )
-        with replaced(files) as shards:
+        with replaced(self._files(self.config, damaged=damaged, load_together=together and has_others())) as shards:
             yield shards
         if damaged:  # Accelerate goes on without the states of random number generators
             raise damaged[0]
@@ -204,7 +198,7 @@ class StateSaver:
         if self._saving_in_turn:
             yield
             return
-        with replaced(self._writer.files(self.config, loaded=self._loaded)):
+        with replaced(self._files(self.config)):
             yield
 
     @contextmanager
@@ -234,8 +228,7 @@ class StateSaver:
         saving = self._begin(state_in(os.path.abspath(directory)), agreement, config)
         afterwards: list[Callable[[], None]] = []
 
-        def finish_saving() -> None:
-            saving.confirm()
+        def publish() -> None:
             for do in afterwards:
                 do()
             self._account(saving)
@@ -248,15 +241,10 @@ class StateSaver:
             saving.failure = saving.failure or error
         finally:
             self._saving_in_turn = False
-        saving.metrics.stall_seconds = time.perf_counter() - saving.started
-        if config.asynchronous:
-            self._in_turn(saving, finish_saving)
-            if saving.failure is not None:
-                self.wait()
-                raise saving.failure
-        else:
-            finish_saving()
-            self._log()
+        if not config.asynchronous:
+            saving.confirm()
+            publish()
+        self._end(saving, publish)
 
     def wait(self) -> None:
         """Return when the pending state is published.
@@ -264,13 +252,14 @@ class StateSaver:
         Raises:
             Exception: what its save has failed with.
         """
-        self._writer.wait()
+        if self._writer is not None:
+            self._writer.wait()
         self._log()
 
     def print_summary(self) -> None:
         """Say in one line on ``stderr`` what the saves and loads have cost, in the main process."""
-        if summary := self._totals.summary():
-            print(f"fastensor: {summary}", file=sys.stderr)
+        if line := summary(self._saved, self._loaded):
+            print(f"fastensor: {line}", file=sys.stderr)
 
     def close(self) -> None:
         """:meth:`wait`, and give memory and process group back. The saver can be used again.
@@ -285,7 +274,26 @@ class StateSaver:
             if self._sharing is not None:
                 self._sharing.end()
                 self._sharing = None
-            self._writer.close()
+            self._shard_writers.clear()
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                writer.close()
+
+    def offloads(self) -> PreparedOffloads:
+        """The offloads of the models that the Accelerator has prepared, made by the first call.
+
+        Raises:
+            ValueError: an option of the offload has no possible value.
+        """
+        if self._offloads is None:
+            self._offloads = PreparedOffloads(self.accelerator, self.config.offload_config())
+        return self._offloads
+
+    def close_offloads(self) -> None:
+        """Detach the models. Calling it again does nothing."""
+        offloads, self._offloads = self._offloads, None
+        if offloads is not None:
+            offloads.close()
 
     # --- the steps of a save
 
@@ -334,39 +342,17 @@ class StateSaver:
         """Called by Accelerate when the hooks of the script have left what is to be saved.
 
         Raises:
-            Exception: there is no room; or a hook of another process has failed, for which processes that write files
-                together would wait.
+            Exception: a hook of another process has failed, for which processes that write files together would wait.
         """
-        if not saving.is_together:
-            self._make_room(saving, models, weights, output_dir)
-            return
-        try:
-            saving.together(lambda: self._make_room(saving, models, weights, output_dir))
-        except Exception:
-            saving.is_settled = True
-            raise
-
-    def _make_room(self, saving: StateSave, models: object, weights: object, output_dir: str) -> None:
-        """
-        Raises:
-            CheckpointWriteError: there is no room for the state beside the older ones.
-        """
-        if not saving.is_main or saving.is_sharded:
-            return
-        nbytes = nbytes_of([weights, [dict(optimizer.state) for optimizer in self.accelerator._optimizers]])
-        free = shutil.disk_usage(output_dir).free
-        if nbytes > free:
-            wait_for_space()
-            free = shutil.disk_usage(output_dir).free
-        if nbytes > free:
-            raise CheckpointWriteError(
-                errno.ENOSPC,
-                f"the state takes about {human_size(nbytes)}, and {human_size(free)} are free; older states are only "
-                "removed when a new one is durable",
-                saving.directory.path,
-            )
-        if saving.config.asynchronous:
-            reserve(self._writer.asynchronous(saving.config), nbytes)
+        if saving.config.asynchronous and saving.is_main and not saving.is_sharded:
+            states = [dict(optimizer.state) for optimizer in self.accelerator._optimizers]
+            reserve(self._async_writer(), nbytes_of([weights, states]))
+        if saving.is_together:
+            try:
+                saving.together(lambda: None)
+            except Exception:
+                saving.is_settled = True
+                raise
 
     def _write(self, saving: StateSave, stock: Callable[..., Path], options: dict[str, Any]) -> None:
         """Have Accelerate write the state to the staging directory."""
@@ -378,7 +364,7 @@ class StateSaver:
             with self._writing(saving) as shards:
                 stock(saving.directory.staging, **options)
             if shards is not None:
-                self._writer.check_shards(shards.saves)
+                check_shards(self.accelerator, shards.saves)
         except Exception as error:  # noqa: BLE001  # raised when the other processes know
             saving.failure = saving.failure or error
         except BaseException:
@@ -390,29 +376,28 @@ class StateSaver:
 
     @contextmanager
     def _writing(self, saving: StateSave) -> Iterator[Redirected | None]:
-        files = self._writer.files(saving.config, saving, loaded=self._loaded)
-        is_later = saving.config.asynchronous
-        first = staging_first(self._writer.asynchronous(saving.config)) if is_later else nullcontext()
-        with first, replaced(files) as shards:
+        writer = self._async_writer() if saving.config.asynchronous else None
+        first = nullcontext() if writer is None else staging_first(writer)
+        with first, replaced(self._files(saving.config, saving=saving, writer=writer)) as shards:
             yield shards
 
-    def _commit(self, saving: StateSave) -> None:
-        """Publish an asynchronous save, in the writer's thread.
+    def _end(self, saving: StateSave, publish: Callable[[], None]) -> None:
+        """Log a state that was published, or have the writer's thread publish it.
 
         Raises:
-            Exception: the state was not published, and :meth:`save_state` has not said that.
+            Exception: what an asynchronous save of this process has failed with so far.
         """
-        try:
-            saving.confirm()
-        except Exception as error:
-            if error is saving.failure:
-                return
-            raise
-        saving.publish(lambda: self._account(saving))
+        if not saving.config.asynchronous:
+            self._log()
+            return
+        saving.stall_seconds = time.perf_counter() - saving.started
+        self._in_turn(saving, partial(_confirm_and_publish, saving, publish))
+        if saving.failure is not None:
+            raise saving.failure
 
     def _in_turn(self, saving: StateSave, do: Callable[[], None]) -> None:
         """Have the writer's thread do something behind the files of a state."""
-        writer, path = self._writer.asynchronous(self.config), saving.directory.path
+        writer, path = self._async_writer(), saving.directory.path
 
         def step() -> None:
             try:
@@ -427,14 +412,12 @@ class StateSaver:
         in_turn(writer, step, next(ordering.places_behind(path)), f"publishing {path}", at_end=end)
 
     def _account(self, saving: StateSave) -> None:
-        metrics = saving.metrics
-        metrics.nbytes += sum(handle.result().nbytes for handle in saving.handles)
-        metrics.seconds = time.perf_counter() - saving.started
-        if not saving.config.asynchronous:
-            metrics.stall_seconds = metrics.seconds
+        nbytes = saving.nbytes + sum(handle.result().nbytes for handle in saving.handles)
+        seconds = time.perf_counter() - saving.started
+        cost = StateCost(nbytes, saving.stall_seconds if saving.config.asynchronous else seconds, seconds)
         if saving.is_main:
-            self._totals.add_state(metrics)
-            self._to_log.append(metrics)
+            self._saved.append(cost)
+            self._to_log.append(cost)
 
     # --- what they need
 
@@ -447,13 +430,36 @@ class StateSaver:
             _logger.warning("states of %s are saved and loaded by its own engine, not by Fastensor", kind.value)
         return True
 
-    def _loaded(self, report: fastensor.LoadReport) -> None:
+    def _async_writer(self) -> fastensor.AsyncWriter:
+        """The writer of asynchronous saves, made by the first call."""
+        if self._writer is None:
+            self._writer = fastensor.AsyncWriter(**self.config.writer_options())
+        return self._writer
+
+    def _files(self, config: FastensorConfig, **options: Any) -> StateFiles:
+        return StateFiles(self.accelerator, config, self._note_load, shard_writers=self._shard_writers, **options)
+
+    def _note_load(self, report: fastensor.LoadReport) -> None:
         if self.accelerator.is_main_process:
-            self._totals.add_load(report)
+            self._loaded.append(report)
 
     def _log(self) -> None:
         """Give trackers what was not logged. They are not made for several threads."""
         while self._to_log:
-            metrics = self._to_log.popleft()
+            cost = self._to_log.popleft()
             for tracker in self.accelerator.trackers:
-                tracker.log(metrics.as_metrics(), step=self.step)
+                tracker.log(cost.as_metrics(), step=self.step)
+
+
+def _confirm_and_publish(saving: StateSave, publish: Callable[[], None]) -> None:
+    """
+    Raises:
+        Exception: the state was not published, and the call that has saved it has not said that.
+    """
+    try:
+        saving.confirm()
+    except Exception as error:
+        if error is not saving.failure:
+            raise
+    else:
+        publish()

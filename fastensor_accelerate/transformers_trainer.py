@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from fastensor.files.replacing import wrap_method
-from fastensor_accelerate.activation_offload import PreparedOffloads
+from fastensor_accelerate.attached import offloads_of, saver_of
 from fastensor_accelerate.directories import publish_last
 from fastensor_accelerate.seam import missing_seams
-from fastensor_accelerate.states import StateSaver
 
 _MODULE = "transformers.trainer"
 _READS = (
@@ -34,9 +33,6 @@ _READS = (
     "_get_output_dir",  # called before a Trainer counts or removes checkpoints
 )
 """Methods that read checkpoints, and so wait for the pending one."""
-_SAVES = ("_save_checkpoint", "save_model")
-_LOSS = "compute_loss_context_manager"
-"""Makes the context in which a Trainer computes losses: whatever a loss is, what is saved for it is offloaded."""
 _PUSH = "_push_from_checkpoint"
 _ROTATE = ("rotate_checkpoints", "_rotate_checkpoints")
 """Functions that remove old checkpoints: of the module, or of the Trainer before transformers 5.3."""
@@ -59,12 +55,8 @@ _undo: list[Callable[[], None]] = []
 """Give Trainers their own methods back, which are intercepted while there are any."""
 
 
-def intercept(saver_of: Callable[[Any], StateSaver], offloads_of: Callable[[Any], PreparedOffloads | None]) -> None:
+def intercept() -> None:
     """Have every ``transformers.Trainer`` save and load by Fastensor, if transformers is imported.
-
-    Args:
-        saver_of: gives the saver of an Accelerator.
-        offloads_of: gives the offloads of an Accelerator's models; None if it does not offload.
 
     Warns:
         UserWarning: this version of transformers has no such seam, and nothing is intercepted; or this version of PEFT
@@ -73,9 +65,8 @@ def intercept(saver_of: Callable[[Any], StateSaver], offloads_of: Callable[[Any]
     module = sys.modules.get(_MODULE)
     if module is None or _undo or not hasattr(module, "Trainer"):
         return
-    names = (*_READS, *_SAVES, _LOSS, "train")
     missing = missing_seams("transformers")
-    missing += [f"Trainer.{name}" for name in (*names, _PUSH) if not hasattr(module.Trainer, name)]
+    missing += [f"Trainer.{name}" for name in (*_METHODS, _PUSH) if not hasattr(module.Trainer, name)]
     if not hasattr(*_rotation(module)):
         missing.append(_ROTATE[0])
     if missing:
@@ -83,8 +74,8 @@ def intercept(saver_of: Callable[[Any], StateSaver], offloads_of: Callable[[Any]
         return
     if "peft" in sys.modules and (missing := missing_seams("peft")):  # transformers.trainer imports it if it is there
         _warn("adapters of PEFT", missing)
-    for name in names:
-        _undo.append(wrap_method(module.Trainer, name, _method(name, saver_of, offloads_of)))
+    for name, method in _METHODS.items():
+        _undo.append(wrap_method(module.Trainer, name, method))
 
 
 def _warn(what: str, missing: list[str]) -> None:
@@ -101,57 +92,61 @@ def restore() -> None:
         _undo.pop()()
 
 
-def _method(
-    name: str, saver_of: Callable[[Any], StateSaver], offloads_of: Callable[[Any], PreparedOffloads | None]
-) -> Callable[..., Any]:
-    """Replacement of a method of the Trainer."""
+def _read(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
+    with saver_of(trainer.accelerator).loading():
+        return own(trainer, *args, **options)
 
-    def read(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
-        with saver_of(trainer.accelerator).loading():
-            return own(trainer, *args, **options)
 
-    def save_model(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
-        with saver_of(trainer.accelerator).saving():
-            return own(trainer, *args, **options)
+def _save_model(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
+    with saver_of(trainer.accelerator).saving():
+        return own(trainer, *args, **options)
 
-    def save_checkpoint(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
-        folder = os.path.join(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
-        saver = saver_of(trainer.accelerator)
-        reader = reader_of(trainer) if saver.config.asynchronous else None
-        with saver.saving_in_turn(folder, reader=reader) as afterwards, ExitStack() as undo:
 
-            def put_off(now: Callable[..., None], *args: Any, **options: Any) -> None:
-                as_it_is = [_copy(trainer) if one is trainer else one for one in args]
-                afterwards.append(partial(now, *as_it_is, **options))
+def _save_checkpoint(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
+    folder = os.path.join(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
+    saver = saver_of(trainer.accelerator)
+    reader = reader_of(trainer) if saver.config.asynchronous else None
+    with saver.saving_in_turn(folder, reader=reader) as afterwards, ExitStack() as undo:
 
-            def write_hidden(write: Callable[[str], None], path: str) -> None:
-                write(f"{path}.saving")
-                afterwards.append(partial(publish_last, f"{path}.saving", path))
+        def put_off(now: Callable[..., None], *args: Any, **options: Any) -> None:
+            as_it_is = [_copy(trainer) if one is trainer else one for one in args]
+            afterwards.append(partial(now, *as_it_is, **options))
 
-            # without the state, no Trainer resumes from the checkpoint
-            undo.callback(wrap_method(trainer.state, "save_to_json", write_hidden))
-            undo.callback(wrap_method(trainer, _PUSH, put_off))
-            undo.callback(wrap_method(*_rotation(sys.modules[_MODULE]), put_off))
-            return own(trainer, *args, **options)
+        def write_hidden(write: Callable[[str], None], path: str) -> None:
+            write(f"{path}.saving")
+            afterwards.append(partial(publish_last, f"{path}.saving", path))
 
-    def train(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
-        result = own(trainer, *args, **options)
-        saver = saver_of(trainer.accelerator)
-        saver.wait()
-        saver.print_summary()
+        # without the state, no Trainer resumes from the checkpoint
+        undo.callback(wrap_method(trainer.state, "save_to_json", write_hidden))
+        undo.callback(wrap_method(trainer, _PUSH, put_off))
+        undo.callback(wrap_method(*_rotation(sys.modules[_MODULE]), put_off))
+        return own(trainer, *args, **options)
+
+
+def _train(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
+    result = own(trainer, *args, **options)
+    saver = saver_of(trainer.accelerator)
+    saver.wait()
+    saver.print_summary()
+    saver.close_offloads()
+    return result
+
+
+def _loss_context(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
+    with ExitStack() as stack:
         if (offloads := offloads_of(trainer.accelerator)) is not None:
-            offloads.close()
-        return result
+            stack.enter_context(offloads.step(trainer.model_wrapped))
+        stack.enter_context(own(trainer, *args, **options))
+        return stack.pop_all()
 
-    def loss_context(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
-        with ExitStack() as stack:
-            if (offloads := offloads_of(trainer.accelerator)) is not None:
-                stack.enter_context(offloads.step(trainer.model_wrapped))
-            stack.enter_context(own(trainer, *args, **options))
-            return stack.pop_all()
 
-    named = {"save_model": save_model, "_save_checkpoint": save_checkpoint, "train": train, _LOSS: loss_context}
-    return named.get(name, read)
+_METHODS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(_READS, _read),
+    "_save_checkpoint": _save_checkpoint,
+    "save_model": _save_model,
+    "compute_loss_context_manager": _loss_context,  # whatever a loss is, what is saved for it is offloaded
+    "train": _train,
+}
 
 
 def reader_of(trainer: Any) -> str | None:

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,25 +20,17 @@ from fastensor.errors import CheckpointReadError, CorruptCheckpointError
 from fastensor.files import posix
 from fastensor.files.os_errors import read_errors
 from fastensor.select.transfer import BackendChoice
+from fastensor.stitch.shape import is_shape
 
 _OFFLOAD_INDEX = "index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """Facts about a tensor before it is read."""
-
-    shape: tuple[int, ...]
-    nbytes: int
-    dtype: torch.dtype
 
 
 class WeightFiles(Protocol):
     """Files that hold tensors. For one thread at a time."""
 
     @property
-    def weights(self) -> Mapping[str, Weight]:
-        """The tensors by name, in the order of the files."""
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The tensors by name, in the order of the files, on the meta device."""
 
     @property
     def ties(self) -> Mapping[str, str]:
@@ -93,7 +84,7 @@ class Checkpoints:
     def __init__(
         self, files: Mapping[Location, set[str] | None], device: torch.device, *, verify: bool, backend: BackendChoice
     ) -> None:
-        self.weights: dict[str, Weight] = {}
+        self.weights: dict[str, torch.Tensor] = {}
         self.ties: dict[str, str] = {}
         self._file_of: dict[str, fastensor.LazyCheckpoint] = {}
         with ExitStack() as stack:
@@ -111,7 +102,7 @@ class Checkpoints:
         check_holds(name_of(path), file.info, names)
         for name, info in file.info.items():
             if name in names:
-                self.weights[name] = Weight(info.shape, info.nbytes, info.dtype)
+                self.weights[name] = torch.empty(info.shape, dtype=info.dtype, device="meta")
                 self._file_of[name] = file
         self.ties |= {name: other for name, other in file.ties.items() if name in names and other in names}
 
@@ -135,21 +126,22 @@ class OffloadFolder:
 
     def __init__(self, index: Path, device: torch.device) -> None:
         self._device = device
-        self.weights: dict[str, Weight] = {}
+        self.weights: dict[str, torch.Tensor] = {}
         self.ties: Mapping[str, str] = {}
         self._paths: dict[str, Path] = {}
         self._found: dict[str, os.stat_result] = {}
         for name, entry in read_json(index).items():
             dtype, shape = _of_entry(entry, f"{index}: {name!r}")
             path = index.parent / f"{name}.dat"
-            self.weights[name] = weight = Weight(shape, math.prod(shape) * dtype.itemsize, dtype)
             self._paths[name] = path
             self._found[name] = found = os.stat(path)
-            if found.st_size != weight.nbytes and weight.nbytes:  # of an empty tensor, too, a file has bytes
+            nbytes = math.prod(shape) * dtype.itemsize
+            if found.st_size != nbytes and nbytes:  # of an empty tensor, too, a file has bytes
                 raise CorruptCheckpointError(
-                    f"{path}: expected {weight.nbytes} bytes ({dtype}, {list(shape)}), found {found.st_size}; "
+                    f"{path}: expected {nbytes} bytes ({dtype}, {list(shape)}), found {found.st_size}; "
                     "the folder was not written whole, or belongs to another index"
                 )
+            self.weights[name] = torch.empty(shape, dtype=dtype, device="meta")
 
     def read(self, name: str) -> torch.Tensor:
         weight = self.weights[name]
@@ -189,6 +181,6 @@ def _of_entry(entry: Any, where: str) -> tuple[torch.dtype, tuple[int, ...]]:
         raise CorruptCheckpointError(
             f"{where}: expected a dtype of torch and a shape, as disk_offload writes them, found {entry!r}"
         )
-    if not all(type(size) is int and size >= 0 for size in shape):
+    if not all(type(size) is int and size >= 0 for size in shape) or not is_shape(shape):
         raise CorruptCheckpointError(f"{where}: found the shape {shape!r}")
     return dtype, tuple(shape)

@@ -17,6 +17,6 @@ def callbacks() -> list[Any]:
     imported the plugin at all."""
     if _PLUGIN not in sys.modules:
         return []
-    from fastensor_lightning.automatic_monitor import AutomaticMonitor
+    from fastensor_lightning.checkpoint_monitor import AutomaticMonitor
 
     return [AutomaticMonitor()]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
 
 import torch
 
@@ -38,12 +37,10 @@ CHECKPOINT_IO_CLASSES = load_classes("CheckpointIO", "lightning.fabric.plugins",
 """The class that every checkpoint plugin inherits from, of each installed package."""
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
+
+    from fastensor_lightning.checkpoint_monitor import CheckpointMonitor
 else:
     CheckpointIO = type("CheckpointIO", CHECKPOINT_IO_CLASSES, {})
-
-SaveListener = Callable[[fastensor.SaveReport, int | None], None]
-"""Gets the report of a save, and the global step that it is of, if it is a Trainer's."""
-LoadListener = Callable[[fastensor.LoadReport], None]
 
 _logger = logging.getLogger(__name__)
 _STORAGE_OPTIONS = ["backend", "durable", "asynchronous"]
@@ -73,13 +70,6 @@ class CheckpointOptions:
     backend: str | fastensor.Selector
     durable: bool
     asynchronous: bool
-
-
-class _Subscription(NamedTuple):
-    saved: SaveListener
-    loaded: LoadListener
-    interrupted: Callable[[], None]
-    """Called if an exception has ended the run."""
 
 
 @checks_keywords
@@ -174,22 +164,18 @@ class FastensorCheckpointIO(CheckpointIO):
             self._writer = fastensor.AsyncWriter(**self._options)
         self._latest: fastensor.SaveHandle | PendingShards | None = None
         """The latest asynchronous save in this process."""
-        self._warned = False
-        self._saves_together = False
-        """True if all ranks have saved together, or a monitor was seen that has them do so."""
         self._may_be_alone = True
         """Warn that no monitor was seen: not if one was seen, or the warning was given."""
         self._said_in_memory = False
         """True if the warning was given that files are in memory."""
         self._torn_down = False
-        """True if a run has ended, and none that we know of has begun: then no teardown waits for pending saves."""
-        self._runs_are_seen = True
-        """True if the latest run that has saved could be seen."""
+        """True if a run has ended, and none has begun: then no teardown waits for pending saves."""
         self._waited_seconds = 0.0
         """Seconds that the end of the latest run, which was seen to begin, has waited for pending saves."""
         self._handled_before: BaseException | None = None
         """Exception that was being handled when the run began, if it began in an ``except`` block."""
-        self._listeners: list[_Subscription] = []
+        self._monitors: list[CheckpointMonitor] = []
+        """The monitors of the run that is going on, of which there is usually one."""
         self._options_of_save: CheckpointOptions | None = None
         """The options of the save that a strategy is about to ask for without its options."""
         self._sharded = ShardedCheckpoints(self)
@@ -234,7 +220,7 @@ class FastensorCheckpointIO(CheckpointIO):
                 an exception is handled, what failed earlier is logged instead: this may be the last chance to save.
             OSError: the directory is missing and cannot be created.
         """
-        self._warn_if_rank_0_is_alone()
+        self._warn_without_monitor(checkpoint)
         path = as_in_fsspec(path)
         chosen = self._save_options(storage_options)
         make_parent(path, durable=chosen.durable)
@@ -242,7 +228,6 @@ class FastensorCheckpointIO(CheckpointIO):
         # ModelCheckpoint's "last.ckpt" may be a link to the best checkpoint, which must not be replaced through it.
         options.update(container="torch", follow_symlinks=False)
         step = checkpoint.get("global_step") if isinstance(checkpoint, dict) else None
-        self._warn_if_ranks_learn_alone(checkpoint)
         if chosen.asynchronous and self._may_be_left_pending(checkpoint, path):
             with ExitStack() as until_saved:
                 _announce(path, until_saved)
@@ -288,8 +273,8 @@ class FastensorCheckpointIO(CheckpointIO):
                 raise
             raise FileNotFoundError(f"Checkpoint file not found: {given}") from error  # in Lightning's words
         _logger.debug("loaded %s", self.last_load)
-        for listener in tuple(self._listeners):
-            listener.loaded(self.last_load)
+        for monitor in self._monitors:
+            monitor._on_load(self.last_load)
         return checkpoint
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -313,7 +298,7 @@ class FastensorCheckpointIO(CheckpointIO):
     def teardown(self) -> None:
         """Wait for what is pending, and release the memory. The plugin can be used again.
 
-        After an exception it is the last that Lightning calls, and callbacks are not torn down: subscriptions end then.
+        After an exception it is the last that Lightning calls, and callbacks are not torn down: monitors end then.
 
         Raises:
             Exception: what a save failed with, unless the Trainer is handling an exception: then it is logged.
@@ -326,8 +311,8 @@ class FastensorCheckpointIO(CheckpointIO):
                 raise
             _logger.error("a checkpoint was not saved: %s", error, exc_info=error)
         finally:
-            if interrupted:
-                self._end_subscriptions()
+            while interrupted and self._monitors:
+                self._monitors.pop()._on_interrupted_run()
 
     # --- for the callbacks of this package
 
@@ -409,37 +394,23 @@ class FastensorCheckpointIO(CheckpointIO):
         """True if backends are chosen by measured timings."""
         return not isinstance(self.backend, str) or self.backend == "auto"
 
-    def _subscribe(
-        self,
-        listener: SaveListener,
-        *,
-        loaded: LoadListener = lambda report: None,
-        interrupted: Callable[[], None] = lambda: None,
-    ) -> Callable[[], None]:
-        """Call ``listener`` with the report and the step of every save that is finished in this process.
+    def _begin_run(self, monitor: CheckpointMonitor) -> None:
+        """Tell a monitor of every save and load that is finished in this process, in the thread that has finished it.
 
-        Args:
-            listener: called by the thread that has finished the save.
-            loaded: called with the report of every load, by the thread that loads.
-            interrupted: called by :meth:`teardown` after an exception, which is when the subscription ends by itself.
-
-        Returns:
-            A function that ends the subscription; calling it again does nothing. Listeners stay behind when the plugin
-            is pickled.
+        A monitor is told until it ends the run (:meth:`_end_run`), or :meth:`teardown` does so after an exception. It
+        stays behind when the plugin is pickled.
         """
         self._torn_down, self._may_be_alone, self._handled_before = False, False, sys.exc_info()[1]
         self._waited_seconds = 0.0
-        subscription = _Subscription(listener, loaded, interrupted)
-        self._listeners.append(subscription)
+        self._monitors.append(monitor)
 
-        def end() -> None:
-            if subscription in self._listeners:
-                self._listeners.remove(subscription)
-
-        return end
+    def _end_run(self, monitor: CheckpointMonitor) -> None:
+        """Tell a monitor of nothing more. Calling it again does nothing."""
+        if monitor in self._monitors:
+            self._monitors.remove(monitor)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_listeners": [], "_latest": None, "_handled_before": None, "_options_of_save": None}
+        return {**self.__dict__, "_monitors": [], "_latest": None, "_handled_before": None, "_options_of_save": None}
 
     def _open_writer(self) -> fastensor.AsyncWriter:
         if self._writer is None or self._writer.closed:
@@ -459,10 +430,6 @@ class FastensorCheckpointIO(CheckpointIO):
             with self._timed_wait():
                 self._writer.close()
 
-    def _end_subscriptions(self) -> None:
-        while self._listeners:
-            self._listeners.pop().interrupted()
-
     def _finished(self, handle: fastensor.SaveHandle, step: int | None) -> None:
         if handle.stage == "durable":
             self._notify(handle.result(), step)
@@ -471,8 +438,8 @@ class FastensorCheckpointIO(CheckpointIO):
         _logger.debug("saved %s", report)
         self._warn_if_in_memory(report)
         self.last_save = report
-        for listener in tuple(self._listeners):
-            listener.saved(report, step)
+        for monitor in tuple(self._monitors):  # also in the writer's thread
+            monitor._on_save(report, step)
 
     def _warn_if_in_memory(self, report: fastensor.SaveReport) -> None:
         if self._said_in_memory or not self.durable or report.durable or not os.path.isabs(report.path):
@@ -486,62 +453,26 @@ class FastensorCheckpointIO(CheckpointIO):
                 kind,
             )
 
-    def _may_be_left_pending(self, checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> bool:
-        """True if an asynchronous save may be left pending when it returns. Warns if no monitor watches it."""
-        if _FOR_REQUEUE.fullmatch(os.path.basename(path)) or not self._is_waited_for(checkpoint):
-            return False
-        self._warn_without_monitor(checkpoint)
-        return True
+    def _may_be_left_pending(self, checkpoint: object, path: str | os.PathLike[str]) -> bool:
+        """True if an asynchronous save may be left pending when it returns, because :meth:`teardown` is still to come.
+        A monitor says when the run of a Trainer begins, and ends."""
+        is_for_requeue = _FOR_REQUEUE.fullmatch(os.path.basename(path)) is not None
+        return not (is_for_requeue or self._torn_down) and (bool(self._monitors) or not _is_trainers(checkpoint))
 
-    def _is_waited_for(self, checkpoint: dict[str, Any]) -> bool:
-        """True if :meth:`teardown` is still to come, so that a save may be left pending.
-
-        A monitor says when a run begins. Without one, it is seen by the handler of signals that a Trainer has then.
-        """
-        if self._listeners or "pytorch-lightning_version" not in checkpoint:
-            return not self._torn_down
-        if _is_trainer_running():
-            self._torn_down, self._runs_are_seen = False, True
-        elif not self._torn_down:
-            self._runs_are_seen = False
-        elif not self._runs_are_seen:
-            self._runs_are_seen = True  # once is enough
-            warnings.warn(
-                "a checkpoint is saved synchronously: a run has ended, and without a CheckpointMonitor the "
-                f"plugin cannot see whether another has begun. {_MONITOR_IS_MISSING}",
-                stacklevel=4,
-            )
-        return not self._torn_down
-
-    def _warn_without_monitor(self, checkpoint: dict[str, Any]) -> None:
-        if not (self._warned or self._listeners) and "pytorch-lightning_version" in checkpoint:
-            self._warned = True
-            warnings.warn(
-                "checkpoints are saved asynchronously, and the Trainer has no CheckpointMonitor: loggers, "
-                "ModelCheckpoint(save_last='link') and its version counter may look for files that are not there yet. "
-                f"{_MONITOR_IS_MISSING}",
-                stacklevel=4,
-            )
-
-    def _warn_if_ranks_learn_alone(self, checkpoint: object) -> None:
-        is_trainers = isinstance(checkpoint, dict) and "pytorch-lightning_version" in checkpoint
-        if self._may_be_alone and self._chooses and is_trainers and has_others():
+    def _warn_without_monitor(self, checkpoint: object) -> None:
+        """Warn once of what a Trainer does without a monitor, or Fabric, which has none."""
+        if not self._may_be_alone or not (_is_trainers(checkpoint) or self.cooperative):
+            return
+        lacks = {
+            "checkpoints are saved synchronously": self.asynchronous,
+            "rank 0 saves alone (with Fabric, call fastensor.checkpoint.cooperative.save on all ranks)": (
+                self.cooperative and has_others()
+            ),
+            "ranks do not share which backend is the fastest": self._chooses and has_others(),
+        }
+        if missing := [text for text, is_lacking in lacks.items() if is_lacking]:
             self._may_be_alone = False
-            warnings.warn(
-                "every rank learns by itself which backend is the fastest: with DDP, ranks on identical hardware share "
-                f"timings, but only if the Trainer has a CheckpointMonitor. {_MONITOR_IS_MISSING}",
-                stacklevel=4,
-            )
-
-    def _warn_if_rank_0_is_alone(self) -> None:
-        if self.cooperative and not self._saves_together and has_others():
-            self._saves_together = True  # once is enough
-            warnings.warn(
-                "rank 0 saves alone, although the plugin is cooperative: Lightning calls it on rank 0 only, unless the "
-                f"Trainer has a CheckpointMonitor. {_MONITOR_IS_MISSING}. With Fabric, call "
-                "fastensor.checkpoint.cooperative.save on all ranks",
-                stacklevel=4,
-            )
+            warnings.warn(f"without a CheckpointMonitor, {' and '.join(missing)}. {_MONITOR_IS_MISSING}", stacklevel=3)
 
     @contextmanager
     def _saving_with(self, options: CheckpointOptions) -> Iterator[None]:
@@ -570,12 +501,9 @@ def _remove_after(save: PendingShards, path: str) -> None:
         remove_at_once(path)
 
 
-def _is_trainer_running() -> bool:
-    """True if a Trainer handles SIGTERM, which it does from the setup of a run until its teardown.
-
-    False as well if it runs in another thread than the main one, or if the program has replaced the handler.
-    """
-    return type(signal.getsignal(signal.SIGTERM)).__module__.endswith(".trainer.connectors.signal_connector")
+def _is_trainers(checkpoint: object) -> bool:
+    """True if a Trainer has made a checkpoint, and not Fabric or a script."""
+    return isinstance(checkpoint, dict) and "pytorch-lightning_version" in checkpoint
 
 
 def _check_options(name: str, value: object, kind: type) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import fastensor
@@ -15,11 +17,10 @@ from fastensor.files.shown import shown
 from fastensor.files.words import MIB
 from fastensor.select.share import Sharing
 from fastensor_lightning.checkpoint_io import CHECKPOINT_IO_CLASSES, FastensorCheckpointIO
-from fastensor_lightning.cooperation import save_together
+from fastensor_lightning.data_parallel import save_together, share_choice
 from fastensor_lightning.finished_files import WaitingLoggers, see_finished_files
 from fastensor_lightning.frameworks import load_classes, package_of, say
 from fastensor_lightning.saved_in_run import SavedInRun
-from fastensor_lightning.shared_choice import share_choice
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
@@ -80,8 +81,9 @@ class CheckpointMonitor(Callback):
         self._to_log: deque[tuple[int | None, fastensor.SaveReport]] = deque()
         self._saved = SavedInRun()
         self._thread = 0
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
         self._loggers: WaitingLoggers | None = None
+        self._trainer: Any = None
         self._plugin: FastensorCheckpointIO | None = None
         self._sharing: Sharing | None = None
 
@@ -93,26 +95,19 @@ class CheckpointMonitor(Callback):
                 f"CheckpointMonitor watches FastensorCheckpointIO, but this Trainer saves with "
                 f"{type(trainer.strategy.checkpoint_io).__name__}; pass plugins=[FastensorCheckpointIO()] to it"
             )
-        self._plugin = plugin
+        self._plugin, self._trainer = plugin, trainer
         self._thread = threading.get_ident()
-        self._undo.append(
-            plugin._subscribe(
-                lambda report, step: self._on_save(trainer, report, step),
-                loaded=lambda report: self._on_load(trainer, report),
-                interrupted=lambda: self._end_interrupted_run(trainer, stage),
-            )
-        )
-        if getattr(trainer.checkpoint_callback, "dirpath", "") is None:  # its own setup decides, which comes later
-            self._undo.append(
-                _call_once_after(trainer.checkpoint_callback, "setup", lambda: self._share(plugin, trainer))
-            )
-        else:
-            self._share(plugin, trainer)
+        plugin._begin_run(self)
+        self._undo.callback(plugin._end_run, self)
+        self._sharing = share_choice(plugin, trainer)
+        if self._sharing is not None:  # all ranks call save_checkpoint, and leave it together
+            self._undo.callback(self._sharing.end)
+            self._undo.callback(wrap_method(trainer, "save_checkpoint", partial(_save_and_sync, self._sharing)))
         if plugin.cooperative:
-            self._undo.append(save_together(plugin, trainer))
+            self._undo.callback(save_together(plugin, trainer))
         if plugin.asynchronous:
-            self._loggers = WaitingLoggers(plugin, trainer.loggers)
-            self._undo += [self._loggers.stop, *see_finished_files(plugin, trainer.checkpoint_callbacks)]
+            self._loggers = WaitingLoggers(plugin, trainer.loggers, self._undo)
+            see_finished_files(plugin, trainer.checkpoint_callbacks, self._undo)
 
     @shown
     def __repr__(self) -> str:
@@ -131,7 +126,7 @@ class CheckpointMonitor(Callback):
                 trainer.strategy.barrier()
         if self._sharing is not None:
             self._sharing.sync()
-        self._stop()
+        self._undo.close()
         self._log(trainer)
         self._loggers = None
         if stage == "fit":
@@ -159,25 +154,22 @@ class CheckpointMonitor(Callback):
         pl_module.log_dict(shown, prog_bar=True, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_undo": [], "_loggers": None, "_plugin": None, "_sharing": None}
+        run = dict.fromkeys(("_loggers", "_trainer", "_plugin", "_sharing"))
+        return {**self.__dict__, "_undo": ExitStack(), **run}
 
-    def _share(self, plugin: FastensorCheckpointIO, trainer: Trainer) -> None:
-        self._sharing = sharing = share_choice(plugin, trainer)
-        if sharing is not None:  # all ranks call save_checkpoint, and leave it together
-            self._undo += [sharing.end, _call_after(trainer, "save_checkpoint", sharing.sync)]
-
-    def _end_interrupted_run(self, trainer: Trainer, stage: str) -> None:
+    def _on_interrupted_run(self) -> None:
         """An exception has ended a run, and no callback can save any more. That exception is the one to be seen."""
         try:
-            if stage == "fit":
-                self._say_what_was_saved(trainer)
+            if self._trainer.state.fn == "fit":
+                self._say_what_was_saved(self._trainer)
         except Exception as error:
             _logger.error("what the checkpoints have cost is not known: %s", error, exc_info=error)
         self._forget_run()
 
     def _forget_run(self) -> None:
         """Drop the state of the run before."""
-        self._stop()
+        self._undo.close()
+        self._sharing = None
         self._loggers, self._to_show, self._saved = None, None, SavedInRun()
         self._to_log.clear()
 
@@ -189,16 +181,17 @@ class CheckpointMonitor(Callback):
         for line in saved.lines(waited, more=self._says_more):
             say(trainer, line)
 
-    def _on_save(self, trainer: Trainer, report: fastensor.SaveReport, step: int | None) -> None:
+    def _on_save(self, report: fastensor.SaveReport, step: int | None) -> None:
+        """Note a save that is finished, and the global step that it is of, if it is the Trainer's."""
         self._to_show = report
         self._saved.add(report)
         self._to_log.append((step, report))
         if threading.get_ident() == self._thread:
-            self._log(trainer)
+            self._log(self._trainer)
 
-    def _on_load(self, trainer: Trainer, report: fastensor.LoadReport) -> None:
-        if self._explain and trainer.is_global_zero:
-            _explain(trainer, "loaded", report)
+    def _on_load(self, report: fastensor.LoadReport) -> None:
+        if self._explain and self._trainer.is_global_zero:
+            _explain(self._trainer, "loaded", report)
 
     def _log(self, trainer: Trainer) -> None:
         while self._to_log:
@@ -216,10 +209,27 @@ class CheckpointMonitor(Callback):
         if self._loggers is not None:
             self._loggers.call_those_whose_files_are_finished()
 
-    def _stop(self) -> None:
-        self._sharing = None
-        while self._undo:
-            self._undo.pop()()
+
+class AutomaticMonitor(CheckpointMonitor):
+    """Does what runs with :class:`FastensorCheckpointIO` need a callback for, and says in a line what saves have cost.
+
+    It logs nothing else. In runs without the plugin, and in those that a :class:`CheckpointMonitor` watches, it does
+    nothing.
+    """
+
+    _says_more = False
+
+    def __init__(self) -> None:
+        super().__init__(progress_bar=False, log=False)
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        self._forget_run()
+        self._plugin = None
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set later
+        monitors = (one for one in callbacks if isinstance(one, CheckpointMonitor))
+        first = min(monitors, key=lambda one: isinstance(one, AutomaticMonitor))  # one that was added by hand, if any
+        if first is self and find_plugin(trainer) is not None:
+            super().setup(trainer, pl_module, stage)
 
 
 def _explain(trainer: Trainer, done: str, report: fastensor.SaveReport | fastensor.LoadReport) -> None:
@@ -227,29 +237,9 @@ def _explain(trainer: Trainer, done: str, report: fastensor.SaveReport | fastens
     log.info("%s was %s by %s: %s", report.path, done, report.backend, report.reason)
 
 
-def _call_after(owner: Any, name: str, then: Callable[[], object]) -> Callable[[], None]:
-    """Call ``then`` whenever a method of one object has returned. Returns a function that ends that."""
-
-    def method(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        result = original(*arguments, **options)
-        then()
-        return result
-
-    return wrap_method(owner, name, method)
-
-
-def _call_once_after(owner: Any, name: str, then: Callable[[], object]) -> Callable[[], None]:
-    """Call ``then`` when a method of one object has returned for the first time. Returns a function that gives that up.
-
-    Then the object has its own method again, so that it can be pickled.
-    """
-
-    def once() -> None:
-        undo()
-        then()
-
-    undo = _call_after(owner, name, once)
-    return undo
+def _save_and_sync(sharing: Sharing, save: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    save(*arguments, **options)
+    sharing.sync()
 
 
 def find_plugin(trainer: Trainer) -> FastensorCheckpointIO | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from fastensor.files.arguments import checks_keywords
@@ -52,7 +53,7 @@ class DataWaitMonitor(Callback):
         self._epoch_began = 0.0
         self._waited = 0.0
         """Seconds since the last batch."""
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
 
     @shown
     def __repr__(self) -> str:
@@ -99,7 +100,7 @@ class DataWaitMonitor(Callback):
         pl_module.log_dict(shares, on_step=False, on_epoch=True, batch_size=1, rank_zero_only=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_undo": []}
+        return {**self.__dict__, "_undo": ExitStack()}
 
     def _on_fetch(self) -> None:
         self._began = time.perf_counter()
@@ -116,9 +117,8 @@ class DataWaitMonitor(Callback):
                 then()
             original(action_name)
 
-        self._undo.append(wrap_method(profiler, name, method))
+        self._undo.callback(wrap_method(profiler, name, method))
 
     def _stop(self) -> None:
         self._began = None
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()

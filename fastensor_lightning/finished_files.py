@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -19,17 +20,14 @@ from fastensor_lightning.sharded import PendingShards
 _logger = logging.getLogger(__name__)
 
 
-def see_finished_files(plugin: FastensorCheckpointIO, callbacks: Iterable[Any]) -> Iterator[Callable[[], None]]:
-    """Let ``ModelCheckpoint``s link to finished files only, and know of those that are to come or to go.
-
-    Yields:
-        A function that undoes one of these changes.
-    """
+def see_finished_files(plugin: FastensorCheckpointIO, callbacks: Iterable[Any], undo: ExitStack) -> None:
+    """Let ``ModelCheckpoint``s link to finished files only, and know of those that are to come or to go, until ``undo``
+    is closed."""
     for callback in callbacks:
         if hasattr(callback, "file_exists"):
-            yield wrap_method(callback, "file_exists", partial(_file_exists, plugin))
+            undo.callback(wrap_method(callback, "file_exists", partial(_file_exists, plugin)))
         if hasattr(callback, "_link_checkpoint"):
-            yield replace_attribute(callback, "_link_checkpoint", partial(_link, plugin))
+            undo.callback(replace_attribute(callback, "_link_checkpoint", partial(_link, plugin)))
 
 
 def _file_exists(plugin: FastensorCheckpointIO, original: Callable[..., bool], filepath: Any, trainer: Any) -> bool:
@@ -47,12 +45,14 @@ def _link(plugin: FastensorCheckpointIO, trainer: Any, filepath: str, linkpath: 
 
 
 class WaitingLoggers:
-    """Loggers whose ``after_save_checkpoint`` is called when the file is finished, in the thread that trains."""
+    """Loggers whose ``after_save_checkpoint`` is called when the file is finished, in the thread that trains, until
+    ``undo`` is closed."""
 
-    def __init__(self, plugin: FastensorCheckpointIO, loggers: Iterable[Any]) -> None:
+    def __init__(self, plugin: FastensorCheckpointIO, loggers: Iterable[Any], undo: ExitStack) -> None:
         self._plugin = plugin
         self._waiting: deque[tuple[fastensor.SaveHandle | PendingShards, partial[None]]] = deque()
-        self._undo = [wrap_method(logger, "after_save_checkpoint", self._later) for logger in loggers]
+        for logger in loggers:
+            undo.callback(wrap_method(logger, "after_save_checkpoint", self._later))
 
     def call_those_whose_files_are_finished(self) -> None:
         """Call the loggers whose files are finished, in the order of the saves. For failed saves, none is called.
@@ -71,11 +71,6 @@ class WaitingLoggers:
         last, best = getattr(callback, "last_model_path", ""), getattr(callback, "best_model_path", "")
         names = {last, best, *getattr(callback, "best_k_models", ())}
         return handle.done() and not any(self._plugin._will_exist(name) for name in names if name)
-
-    def stop(self) -> None:
-        """Give the loggers their own methods back."""
-        for undo in reversed(self._undo):
-            undo()
 
     def _later(self, original: Callable[[Any], None], checkpoint_callback: Any) -> None:
         latest = self._plugin._latest

@@ -130,6 +130,8 @@ class ShardedCheckpoints:
                 stock(strategy, checkpoint, filepath)
             return
         given: str | os.PathLike[str] = strategy.broadcast(filepath)
+        if options.asynchronous:
+            plugin._warn_without_monitor(checkpoint)
         waited_for = options.asynchronous and plugin._may_be_left_pending(checkpoint, given)
         options = replace(options, asynchronous=bool(strategy.broadcast(waited_for)))
         saving = self._begin(strategy, given, options, checkpoint)
@@ -218,15 +220,17 @@ class ShardedCheckpoints:
     ) -> None:
         """Have Lightning write the checkpoint to the hidden directory. If shards are to be written later, what writes
         copies of them goes to ``copies``."""
-        from fastensor.checkpoint.dcp.redirect import redirected, save_now
+        from fastensor.checkpoint.dcp.redirect import redirected, save_shards
+
+        chosen = saving.options
 
         def write(state_dict: dict[str, Any], path: str | os.PathLike[str], **options: Any) -> None:
-            storage = self._writer(path, saving.options)
-            if saving.options.asynchronous:
+            if chosen.asynchronous:
                 options["process_group"] = saving.agreement.group  # for collectives in the writer's thread
-                copies.append(partial(save_now, storage.stage(state_dict), storage, **options))
-            else:
-                save_now(state_dict, storage, **options)
+            later = copies if chosen.asynchronous else None
+            self._storage = save_shards(
+                state_dict, path, self._storage, later, durable=chosen.durable, backend=chosen.backend, **options
+            )
 
         with redirected(save=write) as calls:
             stock(saving.directory.hidden)
@@ -247,15 +251,14 @@ class ShardedCheckpoints:
 
     def _publish(self, saving: _ShardedSave) -> None:
         """Give the checkpoint its place, where machines have the same filesystem, and where each has its own."""
-        directory, durable = saving.directory, saving.options.durable
+        directory = saving.directory
 
-        def publish(first: bool) -> None:
-            if saving.is_first if first else saving.is_first_of_machine and _is_there(directory.hidden):
-                with write_errors(saving.path, "the save failed"):
-                    directory.publish(durable=durable)
+        def publish() -> None:
+            with write_errors(saving.path, "the save failed"):
+                directory.publish(durable=saving.options.durable)
 
-        saving.together(partial(publish, True))
-        saving.together(partial(publish, False))
+        saving.together(lambda: publish() if saving.is_first else None)
+        saving.together(lambda: publish() if saving.is_first_of_machine and directory.is_there else None)
 
     def _report(self, saving: _ShardedSave, stall_seconds: float) -> None:
         seconds = time.perf_counter() - saving.started
@@ -293,15 +296,6 @@ class ShardedCheckpoints:
         from fastensor.checkpoint.dcp import FastensorStorageReader
 
         return FastensorStorageReader(path, verify=self._plugin.verify, backend=self._plugin.backend)
-
-    def _writer(self, path: str | os.PathLike[str], options: CheckpointOptions) -> FastensorStorageWriter:
-        from fastensor.checkpoint.dcp import FastensorStorageWriter
-
-        if self._storage is None:
-            self._storage = FastensorStorageWriter(path)
-        self._storage.sync_files, self._storage.backend = options.durable, options.backend
-        self._storage.reset(path)
-        return self._storage
 
 
 def replace_methods() -> None:
@@ -366,9 +360,3 @@ def _call_all(functions: list[Callable[[], object]]) -> None:
     """Call all functions, and let go of each: they hold copies of states."""
     while functions:
         functions.pop(0)()
-
-
-def _is_there(path: str) -> bool:
-    """True if there is such a name. A network filesystem, which may remember what a name was, is asked for names."""
-    parent, name = os.path.split(path)
-    return name in os.listdir(parent)

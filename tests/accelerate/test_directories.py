@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from accelerators import files_in
 
+from fastensor.errors import CheckpointWriteError
 from fastensor.files import posix
 from fastensor.files.new_directory import DirectoryInUseError
 from fastensor.testing import failing_call
@@ -37,7 +38,7 @@ CHANGES = ("mkdir", "rename", "link", "unlink", "symlink", "fsync")
 """Calls between which a kill makes a difference."""
 NEW = {"model.safetensors": "new", "random_states_0.pkl": "new", "deep/file": "new", "deep/deeper/file": "new"}
 OLD = {
-    "pytorch_model.bin": "old",
+    "model.safetensors": "old",
     "random_states_0.pkl": "old",
     "deep/file": "old",
     "deep/foreign": "mine",
@@ -102,15 +103,15 @@ def test_a_directory_of_the_script_gets_the_files(tmp_path: Path, durable: bool)
     assert not state.is_staged
 
 
-def test_both_formats_in_one_state_stay(tmp_path: Path) -> None:
-    """A hook may write the other one."""
-    write(tmp_path, {"model.safetensors": "old", "pytorch_model.bin": "old", "model_1.safetensors": "old"})
-    state = state_in(tmp_path)
-    state.prepare(durable=True)
-    new = {"model.safetensors": "new", "pytorch_model.bin": "new", "pytorch_model_1.bin": "new"}
-    write(Path(state.staging), new)
-    state.publish(durable=True, link=False)
-    assert content(tmp_path) == new
+@pytest.mark.parametrize("name", ["model.safetensors", "model_1.safetensors"])
+def test_a_model_that_would_be_read_first_is_named(tmp_path: Path, name: str) -> None:
+    state = state_in(tmp_path / "x")
+    write(tmp_path / "x", {"pytorch_model.bin": "old", "my_model.safetensors": "mine"})
+    state.check_has_no_safetensors()
+    write(tmp_path / "x", {name: "old"})
+    with pytest.raises(CheckpointWriteError, match="remove it, or save to another directory") as caught:
+        state.check_has_no_safetensors()
+    assert caught.value.filename == str(tmp_path / "x" / name)
 
 
 @pytest.mark.parametrize("kind", ["named", "explicit"])

@@ -29,8 +29,9 @@ from fastensor.backends.registry import announce
 from fastensor.errors import CheckpointWriteError
 from fastensor.files import posix
 from fastensor_accelerate import FastensorConfig, transformers_trainer
-from fastensor_accelerate.enable import _saver_of
-from fastensor_accelerate.seam import _SEAMS, Files, missing_seams, replaced
+from fastensor_accelerate.attached import saver_of
+from fastensor_accelerate.seam import _SEAMS, missing_seams, replaced
+from fastensor_accelerate.state_files import StateFiles
 
 datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
@@ -303,7 +304,7 @@ def test_a_checkpoint_that_is_removed_at_the_end_was_written_before(
 
 
 def wait_for_pending(training: Any) -> None:
-    _saver_of(training.accelerator).wait()
+    saver_of(training.accelerator).wait()
 
 
 class Gate:
@@ -667,7 +668,7 @@ def test_what_is_replaced_in_a_save_is_restored_when_it_fails() -> None:
     before = everything()
 
     def fail() -> None:
-        with replaced(Files(SYNCHRONOUS, ignore, None, ignore)):
+        with replaced(StateFiles(Accelerator(cpu=True), SYNCHRONOUS, ignore)):
             assert not [name for name in _SEAMS if before[name] is not None and seam_value(name) is before[name]]
             raise KeyError
 
@@ -713,7 +714,7 @@ def test_shards_may_be_loaded_where_transformers_4_does_it(monkeypatch: pytest.M
     monkeypatch.setattr(older, "safe_load_file", safetensors.torch.load_file, raising=False)
     monkeypatch.delattr(newer, "safe_load_file", raising=False)
     assert missing_seams("transformers") == []
-    files = Files(SYNCHRONOUS, ignore, None, ignore)
+    files = StateFiles(Accelerator(cpu=True), SYNCHRONOUS, ignore)
     with replaced(files):
         assert older.safe_load_file == files.load_file
     assert older.safe_load_file is safetensors.torch.load_file

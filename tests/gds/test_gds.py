@@ -41,7 +41,6 @@ CONTENDERS = {"direct", "gds", "numpy"}
 
 class TestGds(BackendTests):
     uses_os = False
-    survives_fork = False
     may_be_missing = not os.environ.get("FASTENSOR_TESTS_NEED_GDS")
 
     @pytest.fixture

@@ -137,7 +137,7 @@ def _save_states(rank: int, machines: Machines, folder: Path, mode: str) -> None
 
     import fastensor_accelerate
     from fastensor_accelerate import FastensorConfig
-    from fastensor_accelerate.enable import _saver_of
+    from fastensor_accelerate.attached import saver_of
 
     config = FastensorConfig(
         asynchronous=mode == "asynchronous", cooperative=mode == "cooperative", cooperative_timeout=PATIENCE_SECONDS
@@ -156,7 +156,7 @@ def _save_states(rank: int, machines: Machines, folder: Path, mode: str) -> None
     fastensor_accelerate.enable(config)
     meet(folder, "saved", rank, WORLD)
     be_impatient(LONGER_SECONDS)  # which holds for groups that are made now
-    _saver_of(found.accelerator)._processes.all()
+    saver_of(found.accelerator)._processes.all()
     meet(folder, "agreed", rank, WORLD)
     if rank == 1:
         machines.cut(1)

@@ -174,7 +174,7 @@ def test_monitor_logs_and_shows_every_save(pl: Any, tmp_path: Path) -> None:
     assert str(float(os.path.getsize(trainer.checkpoint_callback.best_model_path))) in metrics
     assert shown["save_s"] > 0
     assert shown["save_MiB/s"] > 0
-    assert not trainer.strategy.checkpoint_io._listeners
+    assert not trainer.strategy.checkpoint_io._monitors
     pickle.loads(pickle.dumps(monitor))
 
 
@@ -276,10 +276,11 @@ def test_file_urls_and_remote_ones(tmp_path: Path) -> None:
     plugin.remove_checkpoint("memory://bucket/x")
 
 
-def test_picklable_without_listeners() -> None:
+def test_picklable_without_monitors() -> None:
     plugin = FastensorCheckpointIO(backend="numpy", verify=False)
-    stop = plugin._subscribe(print)
+    monitor = CheckpointMonitor()
+    plugin._begin_run(monitor)
     copy = pickle.loads(pickle.dumps(plugin))
-    assert (copy.backend, copy.verify, copy._listeners) == ("numpy", False, [])
-    stop()
-    assert not plugin._listeners
+    assert (copy.backend, copy.verify, copy._monitors) == ("numpy", False, [])
+    plugin._end_run(monitor)
+    assert not plugin._monitors

@@ -318,10 +318,8 @@ def test_an_exception_of_the_training_is_what_is_seen(
     assert "No space left" in caplog.text
 
 
-@pytest.mark.usefixtures("no_entry_points")
-@pytest.mark.parametrize("monitored", [True, False])
 def test_an_earlier_failure_does_not_keep_the_checkpoint_of_the_exception_from_being_saved(
-    pl: Any, tmp_path: Path, disk: FullDisk, caplog: pytest.LogCaptureFixture, monitored: bool
+    pl: Any, tmp_path: Path, disk: FullDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nor does it hide the exception. Callbacks may come before the monitor; those of checkpoints come after it."""
     plugin = FastensorCheckpointIO(asynchronous=True)
@@ -338,7 +336,7 @@ def test_an_earlier_failure_does_not_keep_the_checkpoint_of_the_exception_from_b
         def on_exception(self, trainer: Any, *_: Any) -> None:
             trainer.save_checkpoint(tmp_path / "c" / "mine.ckpt")
 
-    callbacks = [Stop(), *[CheckpointMonitor()] * monitored, pl.callbacks.OnExceptionCheckpoint(tmp_path / "c")]
+    callbacks = [Stop(), CheckpointMonitor(), pl.callbacks.OnExceptionCheckpoint(tmp_path / "c")]
     with pytest.raises(ValueError, match="of the training") as found:
         fit(pl, tmp_path, plugin, callbacks=callbacks)
     assert found.value.__context__ is None
@@ -388,12 +386,12 @@ def test_a_run_that_fails_leaves_nothing_behind(pl: Any, tmp_path: Path, asynchr
     class Late(pl.callbacks.Checkpoint):  # type: ignore[misc]
         def on_exception(self, *_: Any) -> None:
             seen.append(is_patched(saver, logger))
-            assert plugin._listeners
+            assert plugin._monitors
 
     with pytest.raises(ValueError, match="of the training"):
         fit(pl, tmp_path, plugin, logger=logger, callbacks=[CheckpointMonitor(), saver, Late(), stop_at(pl, 3)])
     assert seen == [asynchronous]
-    assert not plugin._listeners
+    assert not plugin._monitors
     assert not is_patched(saver, logger)
     assert step_of(tmp_path / "c" / "last.ckpt") == 3
     logged = list(logger.steps)
@@ -428,7 +426,7 @@ def test_a_monitor_ends_once(pl: Any, tmp_path: Path, asynchronous: bool, monito
     ends = [lambda: monitor.teardown(trainer, None, "fit"), tear_plugin_down]
     for end in (ends if monitor_first else ends[::-1]) * 2:
         end()
-        assert not plugin._listeners
+        assert not plugin._monitors
         assert not is_patched(trainer.checkpoint_callback, trainer.logger)
 
 
@@ -554,16 +552,8 @@ def test_two_fits_in_a_row(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None
     trainer.fit_loop.max_epochs = 4
     trainer.fit(make_module(pl), loader(), loader())
     assert step_of(tmp_path / "c" / "last.ckpt") == 16
-    assert not plugin._listeners
+    assert not plugin._monitors
     pickle.loads(pickle.dumps((plugin, monitor)))
-
-
-@pytest.mark.usefixtures("no_entry_points")
-def test_without_a_monitor_it_says_so_and_keeps_the_order(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
-    saver = checkpoints(pl, tmp_path, every_n_train_steps=1, save_top_k=1, monitor="step", mode="max")
-    with pytest.warns(UserWarning, match=r"callbacks=\[fastensor_lightning.CheckpointMonitor"):
-        fit(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), callbacks=[saver])
-    assert files(tmp_path) == ["epoch=1-step=8.ckpt"]
 
 
 @pytest.fixture
@@ -584,15 +574,25 @@ def watch(pl: Any, tmp_path: Path) -> Any:
 
 
 @pytest.mark.usefixtures("no_entry_points")
-@pytest.mark.parametrize("monitored", [True, False])
+def test_without_a_monitor_it_says_so_once_and_saves_synchronously(
+    pl: Any, tmp_path: Path, slow_disk: SlowDisk, watch: Any
+) -> None:
+    saver = checkpoints(pl, tmp_path, every_n_train_steps=1, save_top_k=1, monitor="step", mode="max")
+    with pytest.warns(UserWarning, match=r"synchronously. .*callbacks=\[fastensor_lightning.CheckpointMonitor") as said:
+        fit(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), callbacks=[saver, watch])
+    assert len([one for one in said if "CheckpointMonitor" in str(one.message)]) == 1
+    assert watch.asynchronous == [False] * 9
+    assert files(tmp_path) == ["epoch=1-step=8.ckpt"]
+
+
+@pytest.mark.usefixtures("no_entry_points")
 @pytest.mark.parametrize("first", ["fit", "validate"])
 def test_every_run_saves_asynchronously(
-    pl: Any, tmp_path: Path, slow_disk: SlowDisk, watch: Any, monitored: bool, first: str, recwarn: Any
+    pl: Any, tmp_path: Path, slow_disk: SlowDisk, watch: Any, first: str, recwarn: Any
 ) -> None:
     """And what is saved after a run is there at once."""
     plugin = FastensorCheckpointIO(asynchronous=True)
-    callbacks = [watch, *[CheckpointMonitor()] * monitored]
-    trainer = make_trainer(pl, tmp_path, plugin, callbacks=callbacks, max_epochs=1)
+    trainer = make_trainer(pl, tmp_path, plugin, callbacks=[watch, CheckpointMonitor()], max_epochs=1)
     module = make_module(pl)
     getattr(trainer, first)(module, loader())
     for _ in range(2):
@@ -603,36 +603,16 @@ def test_every_run_saves_asynchronously(
         assert watch.asynchronous == [True] * 4 + [False]  # on_fit_end comes after the teardown of the plugin
     trainer.save_checkpoint(tmp_path / "late.ckpt")
     assert torch.load(tmp_path / "late.ckpt", weights_only=False)["global_step"] == trainer.global_step
-    assert not [one for one in recwarn if "is saved synchronously" in str(one.message)]
+    assert not [one for one in recwarn if "synchronously" in str(one.message)]
     assert not drain_threads()
 
 
-@pytest.mark.usefixtures("no_entry_points")
 def test_a_save_after_a_run_that_has_failed_is_there_at_once(pl: Any, tmp_path: Path, slow_disk: SlowDisk) -> None:
     trainer = make_trainer(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), callbacks=[stop_at(pl, 3)])
     with pytest.raises(ValueError, match="of the training"):
         trainer.fit(make_module(pl), loader())
     trainer.save_checkpoint(tmp_path / "late.ckpt")
     assert torch.load(tmp_path / "late.ckpt", weights_only=False)["global_step"] == 3
-
-
-@pytest.mark.usefixtures("no_entry_points")
-def test_a_run_that_cannot_be_seen_says_so(
-    pl: Any, tmp_path: Path, watch: Any, recwarn: pytest.WarningsRecorder
-) -> None:
-    """In another thread than the main one, a Trainer handles no signals."""
-    trainer = make_trainer(pl, tmp_path, FastensorCheckpointIO(asynchronous=True), callbacks=[watch], max_epochs=1)
-
-    def run() -> None:
-        for _ in range(2):
-            trainer.fit(make_module(pl), loader())
-            trainer.fit_loop.max_epochs += 1
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert watch.asynchronous == [True] * 4 + [False] * 6
-    assert len([one for one in recwarn if "cannot see whether another has begun" in str(one.message)]) == 1
 
 
 def test_skipped_checkpoints_cost_no_old_ones(

@@ -19,8 +19,8 @@ from states import assert_equal
 from torch import Tensor, nn
 
 import fastensor
-from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO, cooperation
-from fastensor_lightning.automatic_monitor import AutomaticMonitor
+from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO, data_parallel
+from fastensor_lightning.checkpoint_monitor import AutomaticMonitor
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
@@ -202,7 +202,7 @@ def test_sharded_strategies_are_refused(brand: str, name: str) -> None:
     strategy = getattr(pytest.importorskip(f"{brand}.strategies"), name)
     trainer = SimpleNamespace(strategy=object.__new__(strategy), world_size=2)
     with pytest.raises(TypeError, match=rf"cooperative=True\) is for DDP.* found {name}"):
-        cooperation.save_together(FastensorCheckpointIO(cooperative=True), trainer)
+        data_parallel.save_together(FastensorCheckpointIO(cooperative=True), trainer)
 
 
 @pytest.mark.parametrize("brand", BRANDS)
@@ -212,7 +212,7 @@ def test_wrappers_are_refused(brand: str) -> None:
     strategy = pytest.importorskip(f"{brand}.strategies").DDPStrategy(checkpoint_io=wrapper)
     trainer = SimpleNamespace(strategy=strategy, world_size=2)
     with pytest.raises(TypeError, match=r"cooperative=True\) is inside of AsyncCheckpointIO, .* leave cooperative out"):
-        cooperation.save_together(wrapper.checkpoint_io, trainer)
+        data_parallel.save_together(wrapper.checkpoint_io, trainer)
 
 
 def test_wrong_arguments() -> None:

@@ -19,8 +19,7 @@ import fastensor
 from fastensor.select import torch_save
 from fastensor.select.files import file_for
 from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO
-from fastensor_lightning.automatic_monitor import AutomaticMonitor
-from fastensor_lightning.checkpoint_monitor import find_plugin
+from fastensor_lightning.checkpoint_monitor import AutomaticMonitor, find_plugin
 from fastensor_lightning.frameworks import package_of
 from fastensor_lightning.saved_in_run import SavedInRun, summary
 
@@ -96,7 +95,7 @@ def test_a_monitor_that_is_added_by_hand_is_the_only_one(
 
     class Watch(pl.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            listening.append(len(plugin._listeners))
+            listening.append(len(plugin._monitors))
             plugin._wait()  # so that the monitor, which comes next, has something to show
 
         def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
@@ -116,7 +115,7 @@ def test_a_monitor_that_is_added_by_hand_is_the_only_one(
 
 def test_a_trainer_without_the_plugin_is_left_alone(pl: Any, tmp_path: Path, said: Callable[[], list[str]]) -> None:
     trainer = fit(pl, tmp_path)
-    assert automatic(trainer)._undo == []
+    assert automatic(trainer)._trainer is None
     assert said() == []
 
 
@@ -135,7 +134,7 @@ def test_a_run_that_an_exception_ends_says_what_it_has_saved(
         trainer.fit(make_module(pl), loader())
     (line,) = said()
     assert line.startswith("fastensor: 3 checkpoints saved durably (")
-    assert not plugin._listeners
+    assert not plugin._monitors
 
 
 def test_what_fails_at_the_end_hides_no_exception_of_the_training(
@@ -155,7 +154,7 @@ def test_what_fails_at_the_end_hides_no_exception_of_the_training(
     with pytest.raises(ValueError, match="of the training"):
         trainer.fit(make_module(pl), loader())
     assert "the dictionary cannot be read" in caplog.text
-    assert automatic(trainer)._undo == []
+    assert not plugin._monitors
 
 
 def test_a_test_that_an_exception_ends_says_nothing(

@@ -17,7 +17,8 @@ from integration.lightning_models import act_as_rank, fit, loader, make_module, 
 from programs import free_port, run_ranks
 
 import fastensor
-from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO, checkpoint_monitor, shared_choice
+from fastensor.select import share
+from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO, data_parallel
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
@@ -87,10 +88,10 @@ def test_ranks_choose_by_what_rank_0_has_learned(brand: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("brand", BRANDS)
 @pytest.mark.parametrize("given", [True, False])
-def test_sharing_begins_when_the_folder_is_decided_and_before_loads(
+def test_sharing_begins_before_loads_and_is_for_the_folder_of_the_checkpoints(
     brand: str, given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The logger decides the folder if none was given."""
+    """That is inside of the logger's if none was given."""
     pl = pytest.importorskip(brand)
     events: list[Any] = []
 
@@ -99,17 +100,13 @@ def test_sharing_begins_when_the_folder_is_decided_and_before_loads(
             events.append("loads")
             return super().load_checkpoint(*arguments, **options)
 
-    def share(plugin: Any, trainer: Any) -> None:
-        events.append(trainer.checkpoint_callback.dirpath)
-
-    monkeypatch.setattr(checkpoint_monitor, "share_choice", share)
+    monkeypatch.setattr(share, "share_choice", lambda backend, folder, device: events.append(folder))
+    monkeypatch.setattr(data_parallel, "is_data_parallel", lambda strategy: True)
     path = fit(pl, tmp_path).checkpoint_callback.best_model_path
-    logger = importlib.import_module(f"{brand}.loggers").CSVLogger(tmp_path, version=7)
+    logger = importlib.import_module(f"{brand}.loggers").CSVLogger(tmp_path / "logs", version=7)
     saver = pl.callbacks.ModelCheckpoint(tmp_path / "c" if given else None)
     fit(pl, tmp_path, Plugin(), path, max_epochs=3, callbacks=[CheckpointMonitor(), saver], logger=logger)
-    folder = "c" if given else "lightning_logs/version_7/checkpoints"
-    assert events == [str(tmp_path / folder), "loads"]
-    assert "setup" not in vars(saver)
+    assert events == [str(tmp_path / ("c" if given else "logs")), "loads"]
 
 
 @pytest.mark.parametrize("brand", BRANDS)
@@ -118,7 +115,7 @@ def test_other_strategies_share_nothing(brand: str, name: str) -> None:
     """Their ranks may hold parts, even if they are made of DDP."""
     strategy = getattr(pytest.importorskip(f"{brand}.strategies"), name)
     trainer = SimpleNamespace(strategy=object.__new__(strategy))
-    assert shared_choice.share_choice(FastensorCheckpointIO(), trainer) is None
+    assert data_parallel.share_choice(FastensorCheckpointIO(), trainer) is None
 
 
 @pytest.fixture
@@ -147,7 +144,9 @@ def test_where_nothing_would_be_shared_nothing_is_said(tmp_path: Path) -> None:
     FastensorCheckpointIO(backend="numpy").save_checkpoint(of_a_trainer(), tmp_path / "x")
     FastensorCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "x")
     plugin = FastensorCheckpointIO()
-    plugin._subscribe(lambda report, step: None)()
+    monitor = CheckpointMonitor()
+    plugin._begin_run(monitor)
+    plugin._end_run(monitor)
     plugin.save_checkpoint(of_a_trainer(), tmp_path / "x")  # the run is over
 
 

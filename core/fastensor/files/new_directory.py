@@ -67,6 +67,15 @@ class NewDirectory:
         """True if the unpublished directory is the one that was created here: not removed, not replaced."""
         return self._lock is None or leads_to(self.hidden, self._lock)
 
+    @property
+    def is_there(self) -> bool:
+        """True if a directory, and no link to one, has the path while it is filled, whoever has created it. A network
+        filesystem, which may remember what a name was, is asked for the names."""
+        parent, name = os.path.split(self.hidden)
+        with contextlib.suppress(FileNotFoundError):
+            return name in os.listdir(parent) and not os.path.islink(self.hidden)
+        return False
+
     def check(self) -> None:
         """
         Raises:

@@ -57,9 +57,6 @@ class BackendTests:
 
     uses_os = True
     """True if functions of :mod:`os` move the bytes: tests make these fail, not calls of a library."""
-    survives_fork = True
-    """True if the backend works in a forked child of a process that has used it. Otherwise the test pickles it for a
-    process of its own."""
     may_be_missing = True
     """Skip the tests if the backend is not available, or cannot use pytest's folder."""
 
@@ -89,20 +86,14 @@ class BackendTests:
         os.close(fd)
 
     def test_keeps_to_its_extra_memory(self, backend: Backend, extra_nbytes: int | None, fd: int) -> None:
+        """In a process of its own, for which the backend is pickled."""
         if extra_nbytes is None:
             pytest.skip(f"no bound is stated for {backend.name}")
-        if not self.survives_fork:
-            path = os.readlink(f"/proc/self/fd/{fd}")
-            process = get_context("spawn").Process(target=_measure_memory, args=(backend, path, extra_nbytes))
-            process.start()
-            process.join()
-            assert process.exitcode == 0
-            return
-        source = make_source(2 * LARGE_NBYTES)
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0 if _extra_nbytes(backend, source, fd) < extra_nbytes + _SLACK_NBYTES else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        process = get_context("spawn").Process(target=_measure_memory, args=(backend, path, extra_nbytes))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
 
     @pytest.mark.parametrize("nbytes", STORAGE_NBYTES)
     def test_writes_a_storage_of_any_size(self, backend: Backend, fd: int, nbytes: int) -> None:
@@ -312,17 +303,13 @@ class BackendTests:
 
 
 def _measure_memory(backend: Backend, path: str, extra_nbytes: int) -> None:
-    """Assert that a second save takes no more memory, in a process of its own: a first save loads modules."""
-    fd = os.open(path, os.O_RDWR)
+    """Assert that a second save takes no more memory: a first save loads modules."""
+    fd, source = os.open(path, os.O_RDWR), make_source(2 * LARGE_NBYTES)
     backend.write(make_source(1), fd)
-    assert _extra_nbytes(backend, make_source(2 * LARGE_NBYTES), fd) < extra_nbytes + _SLACK_NBYTES
-
-
-def _extra_nbytes(backend: Backend, source: TorchZip, fd: int) -> int:
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident_nbytes("VmRSS")
     backend.write(source, fd)
-    return _resident_nbytes("VmHWM") - before
+    assert _resident_nbytes("VmHWM") - before < extra_nbytes + _SLACK_NBYTES
 
 
 def _resident_nbytes(field: str) -> int:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch.distributed.checkpoint as dcp
@@ -24,6 +25,7 @@ from fastensor.checkpoint.dcp.reader import FastensorStorageReader
 from fastensor.checkpoint.dcp.writer import FastensorStorageWriter
 from fastensor.errors import CheckpointReadError, CheckpointWriteError, CorruptCheckpointError, NotACheckpointError
 from fastensor.files.replacing import replacing, wrap_method
+from fastensor.select.transfer import BackendChoice
 
 
 class SaveFunction(Protocol):
@@ -116,6 +118,42 @@ def save_now(state_dict: dict[str, Any], storage: FastensorStorageWriter, **opti
     except CheckpointException as failed:
         raise CheckpointWriteError(f"{storage.path}: the save failed: {_described(failed)}") from failed
     return metadata
+
+
+def save_shards(
+    state_dict: dict[str, Any],
+    path: str | os.PathLike[str],
+    storage: FastensorStorageWriter | None,
+    later: list[Callable[[], object]] | None,
+    *,
+    durable: bool,
+    backend: BackendChoice,
+    **options: Any,
+) -> FastensorStorageWriter:
+    """:func:`save_now` with a storage that was used before, or copy the shards for a save to come.
+
+    Args:
+        state_dict: as for ``dcp.save``.
+        path: the directory.
+        storage: what an earlier call has returned, so that its memory for copies is used again; None for the first one.
+        later: gets a function that writes the copies; None writes the shards themselves, now.
+        durable, backend: as for the storage.
+        options: as for ``dcp.save``.
+
+    Returns:
+        The storage.
+
+    Raises:
+        CheckpointWriteError: as :func:`save_now`.
+    """
+    storage = storage or FastensorStorageWriter(path)
+    storage.sync_files, storage.backend = durable, backend
+    storage.reset(path)
+    if later is None:
+        save_now(state_dict, storage, **options)
+    else:
+        later.append(partial(save_now, storage.stage(state_dict), storage, **options))
+    return storage
 
 
 @contextmanager

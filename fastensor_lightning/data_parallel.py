@@ -1,4 +1,5 @@
-"""All ranks of a Trainer save, where Lightning has rank 0 save alone."""
+"""What the ranks of DDP do together: they save, where Lightning has rank 0 save alone, and share timings, by which they
+choose backends."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from fastensor.checkpoint.location import locate
 from fastensor.checkpoint.models.ties import dense_tensors_in
 from fastensor.files.replacing import wrap_method
+from fastensor.select import share
+from fastensor.select.share import Sharing
 from fastensor_lightning.checkpoint_io import FastensorCheckpointIO
-from fastensor_lightning.shared_choice import is_data_parallel
 
 
 def save_together(plugin: FastensorCheckpointIO, trainer: Any) -> Callable[[], None]:
@@ -45,7 +48,6 @@ def save_together(plugin: FastensorCheckpointIO, trainer: Any) -> Callable[[], N
             replicated = [*trainer.lightning_module.parameters(), *states]
             plugin._save_together(checkpoint, filepath, storage_options, replicated)
 
-    plugin._saves_together = True
     return wrap_method(strategy, "save_checkpoint", save_checkpoint)
 
 
@@ -57,3 +59,28 @@ def _is_sharded(optimizers: list[Any]) -> bool:
             f"rank 0 saves alone: {names[0]} collects its state there, so ranks do not hold the same", stacklevel=2
         )
     return bool(names)
+
+
+def share_choice(plugin: FastensorCheckpointIO, trainer: Any) -> Sharing | None:
+    """Begin to share the selector for the folder of the checkpoints: a ``ModelCheckpoint`` that was given none has it
+    inside of the first logger's. Call this on all ranks.
+
+    Rank 0 alone saves. Ranks on other hardware than rank 0 only load, so their leader learns from loads only.
+
+    Returns:
+        The sharing; None if the backend is not chosen by a selector, or the ranks hold different parts of the model.
+    """
+    if not plugin._chooses or not is_data_parallel(trainer.strategy):
+        return None
+    logged = next((logger.save_dir for logger in trainer.loggers), None)
+    folder = locate(getattr(trainer.checkpoint_callback, "dirpath", None) or logged or trainer.default_root_dir)
+    if not isinstance(folder, str):
+        return None
+    trainer.strategy.barrier()  # whatever came before may have taken other ranks longer than a sync waits
+    return share.share_choice(plugin.backend, folder, trainer.strategy.root_device)
+
+
+def is_data_parallel(strategy: Any) -> bool:
+    """True for Lightning's DDP, whose ranks hold the same tensors. Ranks of its subclasses may hold parts."""
+    names = {base.__name__ for base in type(strategy).__mro__}
+    return "DDPStrategy" in names and names.isdisjoint({"DeepSpeedStrategy", "XLAStrategy"})

@@ -1,0 +1,232 @@
+"""The functions by which Accelerate, transformers and PEFT save and load while Fastensor is enabled: at once, later, by
+all processes together, or as shards."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import accelerate
+import torch
+from accelerate import Accelerator, DistributedType, PartialState
+
+import fastensor
+from fastensor.checkpoint import cooperative
+from fastensor.checkpoint.location import Location
+from fastensor.checkpoint.models.ties import dense_tensors_in
+from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
+from fastensor_accelerate.config import ConfigError, FastensorConfig
+from fastensor_accelerate.saving import StateSave
+from fastensor_accelerate.seam import substitute, with_globals
+
+if TYPE_CHECKING:
+    from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
+
+_OF_ALL = re.compile(r"(model|pytorch_model|optimizer)(_\d+)?\.(safetensors|bin)")
+
+
+@dataclass(frozen=True, eq=False)
+class StateFiles:
+    """The functions that take the place of theirs. They are called in the thread that trains."""
+
+    accelerator: Accelerator
+    config: FastensorConfig
+    loaded: Callable[[fastensor.LoadReport], None]
+    """Called with the report of every load."""
+    saving: StateSave | None = None
+    """The state that the files are part of; None if each of them is saved for itself, at once."""
+    writer: fastensor.AsyncWriter | None = None
+    """Writes the files of ``saving`` later."""
+    shard_writers: dict[str, FastensorStorageWriter] = field(default_factory=dict)
+    """By kind of directories, such as those of the first optimizer, so that memory for copies is used again."""
+    load_together: bool = False
+    """True if all processes load the same files at the same time."""
+    write_together: bool = False
+    """True if all processes write the same file at the same time, of which each holds the same."""
+    damaged: list[CorruptCheckpointError | NotACheckpointError] = field(default_factory=list)
+    """Errors of files that are damaged, or no checkpoints."""
+
+    @property
+    def is_of_all_processes(self) -> bool:
+        """True if all processes write the files of models and optimizers, and not the main one alone."""
+        return self.saving is not None and self.saving.is_together
+
+    @property
+    def has_shards(self) -> bool:
+        """True if FSDP may have processes save and load shards."""
+        return bool(self.accelerator.distributed_type == DistributedType.FSDP)
+
+    def torch_save(self, obj: object, f: Location, *args: Any, **options: Any) -> None:
+        """``torch.save``. With other arguments than object and file, torch writes the file itself."""
+        if args or options:
+            torch.save(obj, f, *args, **options)
+        else:
+            self._write(obj, f, container="torch")
+
+    def torch_load(self, f: Location, map_location: Any = None, **options: Any) -> Any:
+        """``torch.load``. With options that Fastensor does not have, torch reads the file itself."""
+        if set(options) - {"weights_only", "mmap"}:
+            return torch.load(f, map_location=map_location, **options)
+        options["mmap"] = bool(options.get("mmap"))
+        return self._load(f, map_location, **options)
+
+    def save_file(
+        self, tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None = None
+    ) -> None:
+        """``safetensors.torch.save_file``."""
+        self._write(tensors, filename, container="safetensors", metadata=metadata)
+
+    def load_file(self, filename: Any, device: str | int = "cpu", **options: Any) -> dict[str, torch.Tensor]:
+        """``safetensors.torch.load_file``. Its choice of a way to read is left to Fastensor."""
+        tensors: dict[str, torch.Tensor] = self._load(filename, device)
+        return tensors
+
+    def accelerate_save(
+        self, obj: object, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
+    ) -> None:
+        """``accelerate.utils.save``, in all processes. Its own code prepares what is saved."""
+        if save_on_each_node or not _is_of_all(f):
+            accelerate.utils.save(obj, f, save_on_each_node, safe_serialization)
+            return
+        together = replace(self, write_together=True)
+        save = with_globals(
+            accelerate.utils.save,
+            PartialState=_EachIsMain,
+            torch=substitute("torch", together),
+            safe_save_file=together.save_file,
+        )
+        save(obj, f, False, safe_serialization)
+
+    def write_shards(self, state_dict: dict[str, Any], path: str | os.PathLike[str], **options: Any) -> None:
+        """``dcp.save``: write shards, with all processes, or copy them if they are to be written later."""
+        from fastensor.checkpoint.dcp.redirect import save_shards  # loads torch.distributed.checkpoint
+
+        later = None
+        if self.saving is not None:
+            self.saving.folders_of_shards.append(os.fspath(path))
+            if self.config.asynchronous:
+                later, options["process_group"] = self.saving.shards, self.saving.agreement.group
+        kind, writers = os.path.basename(path), self.shard_writers
+        writers[kind] = save_shards(
+            state_dict, path, writers.get(kind), later,
+            durable=self.config.durable, backend=self.config.backend, **options,
+        )  # fmt: skip
+
+    def shard_reader(self, path: str | os.PathLike[str]) -> FastensorStorageReader:
+        """Takes the place of torch's ``FileSystemReader``."""
+        from fastensor.checkpoint.dcp import FastensorStorageReader
+
+        return FastensorStorageReader(path, verify=self.config.verify, backend=self.config.backend)
+
+    def _write(self, obj: object, path: Location, **options: Any) -> None:
+        """Write a file. With FSDP, a failure is left to :meth:`StateSave.confirm`: the other processes gather what is
+        saved next together with this one."""
+        try:
+            self._write_file(obj, path, backend=self.config.backend, durable=self.config.durable, **options)
+        except Exception as error:
+            if self.saving is None or not self.has_shards:
+                raise
+            self.saving.failure = self.saving.failure or error
+
+    def _write_file(self, obj: object, path: Location, **options: Any) -> None:
+        saving = self.saving
+        if saving is None or not isinstance(path, str | os.PathLike):
+            fastensor.save(obj, path, **options)
+        elif self.writer is not None:
+            saving.handles.append(self.writer.save(obj, path, **options))
+        elif self.write_together:
+            options |= {"replicated": self._replicated_in(obj, path), "timeout": self.config.cooperative_timeout}
+            saving.nbytes += cooperative.save(obj, path, **options).nbytes * saving.is_main
+        else:
+            saving.nbytes += fastensor.save(obj, path, **options).nbytes
+
+    def _replicated_in(self, obj: object, path: str | os.PathLike[str]) -> list[torch.Tensor]:
+        """What data parallel training keeps alike in all processes. The rest of a file is the main one's."""
+        if os.path.basename(path).startswith("optimizer"):
+            return list(dense_tensors_in(obj))
+        return [weight for model in self.accelerator._models for weight in model.parameters()]
+
+    def _load(self, path: Location, map_location: Any, **options: Any) -> Any:
+        verify = self.config.verify and not options.get("mmap")
+        try:
+            if self.load_together and not options.get("mmap") and _is_of_all(path):
+                found, report = cooperative.load_with_report(
+                    path,
+                    map_location,
+                    timeout=self.config.cooperative_timeout,
+                    weights_only=options.get("weights_only"),
+                    verify=verify,
+                )
+            else:
+                found, report = fastensor.load_with_report(
+                    path, map_location, verify=verify, backend=self.config.backend, **options
+                )
+        except (CorruptCheckpointError, NotACheckpointError) as error:
+            self.damaged.append(error)
+            raise
+        self.loaded(report)
+        return found
+
+
+class _EachIsMain:
+    """Stands for ``PartialState`` where each process saves."""
+
+    is_main_process = True
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        found: DistributedType = PartialState().distributed_type
+        return found
+
+
+def _is_of_all(path: object) -> TypeGuard[str | os.PathLike[str]]:
+    """True if a file is that of a model or an optimizer, which all processes hold alike."""
+    return isinstance(path, str | os.PathLike) and _OF_ALL.fullmatch(os.path.basename(path)) is not None
+
+
+def check_shards(accelerator: Accelerator, number: int) -> None:
+    """See that the shards of FSDP went through Fastensor.
+
+    Args:
+        accelerator: has saved or loaded.
+        number: how often they did.
+
+    Raises:
+        UnsupportedContentError: none did.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if number or plugin is None:
+        return
+    if plugin.state_dict_type.name != "SHARDED_STATE_DICT" or not accelerator._models:
+        return
+    raise UnsupportedContentError(
+        "this version of Accelerate saves or loads SHARDED_STATE_DICT in a way that is not known to "
+        "fastensor_accelerate; use another version of one of them, or fastensor_accelerate.disable()"
+    )
+
+
+def check_cooperation(accelerator: Accelerator, config: FastensorConfig) -> None:
+    """
+    Raises:
+        ConfigError: processes are to save together, and do not hold the same.
+    """
+    kind = accelerator.distributed_type.value
+    if config.cooperative and kind != "NO" and not kind.startswith("MULTI_"):
+        raise ConfigError(
+            f"cooperative is for data parallel training (DDP), whose processes hold the same state; found {kind}: "
+            f"leave it out"
+        )
+
+
+def nbytes_of(value: object) -> int:
+    """The bytes of the storages of all tensors in nested dicts and lists. Those that share a storage count once.
+
+    >>> shared = torch.zeros(6)
+    >>> nbytes_of([{"a": shared, "b": shared[:2]}, (torch.zeros(1), "no tensor")])
+    28
+    """
+    storages = (tensor.untyped_storage() for tensor in dense_tensors_in(value))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
