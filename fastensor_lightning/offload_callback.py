@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from collections.abc import Iterator
@@ -16,14 +15,14 @@ from fastensor.files.shown import given, shown
 from fastensor.files.words import human_size
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadEstimate, OffloadStatistics
 from fastensor.offload.config import OffloadOptions, config_of, dry_run_config, with_default_folder
-from fastensor_lightning.frameworks import load_classes, of_rank, package_of, say
+from fastensor_lightning.dry_run import save_and_log_nothing, undo_draws, undo_progress, undo_training
+from fastensor_lightning.frameworks import load_classes, of_rank, say
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, Trainer
 else:
     Callback = type("Callback", load_classes("Callback", "lightning.pytorch", "pytorch_lightning"), {})
 
-_Checkpoints = load_classes("Checkpoint", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
 _DRY_RUN_STEPS = 3
 _logger = logging.getLogger(__name__)
 
@@ -51,8 +50,9 @@ class SSDActivationOffload(Callback):
         dry_run: train for three batches only (more, if the Trainer's ``min_steps`` or ``min_epochs`` ask for them; or
             fewer, if there are no more), offloading everything to measure it, and print what stays in memory by
             the options, how much longer a step takes, and how long the drives last. :attr:`estimate` has the same.
-            No checkpoint is saved and nothing is logged meanwhile. Module and Trainer have trained then: begin the
-            real run with new ones, best in a process of its own.
+            No checkpoint is saved and nothing is logged meanwhile. When ``fit`` returns, parameters and buffers of the
+            module, its optimizers and schedulers, the Trainer's progress, and the random generators of Python, NumPy,
+            torch and the loaders are what they were before.
         options: those of :class:`OffloadConfig`: ``min_bytes="1MiB"``, ``directories=("/nvme0", "/nvme1")``, and so on.
 
     Raises:
@@ -92,7 +92,9 @@ class SSDActivationOffload(Callback):
         """Statistics of the latest run; None before the first run."""
         self._offload: ActivationOffload | None = None
         self._undo = ExitStack()
-        """Restores the Trainer's own ``train_step_context``, and after a dry run what saves and logs."""
+        """Restores the Trainer's own ``train_step_context``, and after a dry run all that it has changed."""
+        self._training = ExitStack()
+        """Undoes what a dry run has trained."""
         self._checked = False
 
     @shown
@@ -115,7 +117,8 @@ class SSDActivationOffload(Callback):
         self.estimate = None
         self._offload = offload = ActivationOffload(dry_run_config(config) if self._is_dry_run else config)
         if self._is_dry_run:
-            _save_and_log_nothing(trainer, self._undo)
+            undo_draws(trainer, self._undo)
+            save_and_log_nothing(trainer, self._undo)
         offload.attach(pl_module)
         self.statistics = offload.statistics()
         self._checked = False
@@ -127,6 +130,12 @@ class SSDActivationOffload(Callback):
                 yield
 
         self._undo.callback(replace_attribute(trainer.precision_plugin, "train_step_context", train_step_context))
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if self._is_dry_run and self._offload is not None:
+            undo_progress(trainer, self._undo)
+            self._training = undo_training(trainer, pl_module, next(iter(self._offload.config.directories), None))
+            self._undo.callback(self._training.close)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         if self._offload is None:
@@ -145,6 +154,7 @@ class SSDActivationOffload(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         if self._is_dry_run:
             self._print_estimate(trainer)
+            self._training.close()  # before Lightning moves the module to the CPU
 
     def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
         offload = self._offload
@@ -166,7 +176,7 @@ class SSDActivationOffload(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings: threads and files begin anew in the process that unpickles the callback."""
-        return {**self.__dict__, "_offload": None, "_undo": ExitStack()}
+        return {**self.__dict__, "_offload": None, "_undo": ExitStack(), "_training": ExitStack()}
 
     def _stop(self) -> None:
         """Restore the Trainer's context, and give files and threads back. Calling it again does nothing."""
@@ -197,31 +207,6 @@ class SSDActivationOffload(Callback):
             )
         elif not (found.offloaded or found.everything_fits):
             _logger.warning("activation offload, after the first batch: %s", found.in_words(self.config))
-
-
-def _save_and_log_nothing(trainer: Any, undo: ExitStack) -> None:
-    """Have a Trainer save no checkpoints and log nothing. The check of validation before training is left out.
-
-    Args:
-        trainer: begins ``fit``.
-        undo: ends that when it is closed.
-    """
-    loggers = importlib.import_module(f"{package_of(trainer)}.loggers.logger")
-    for name in ("loggers", "should_stop", "num_sanity_val_steps"):
-        undo.callback(setattr, trainer, name, getattr(trainer, name))
-    trainer.num_sanity_val_steps = 0
-    trainer.loggers = [loggers.DummyLogger() for _ in trainer.loggers]
-    for one in trainer.callbacks:
-        if isinstance(one, _Checkpoints):
-            for name in dir(one):
-                if name.startswith("on_"):
-                    undo.callback(replace_attribute(one, name, _do_nothing))
-    for name in ("save_checkpoint", "remove_checkpoint"):
-        undo.callback(replace_attribute(trainer.strategy, name, _do_nothing))
-
-
-def _do_nothing(*_: Any, **__: Any) -> None:
-    """In the place of what would leave a trace."""
 
 
 def _refuse(strategy: Any) -> None:

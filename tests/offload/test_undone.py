@@ -13,15 +13,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import RandomDataset
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
+from torch.utils.data import DataLoader
 
 import fastensor_accelerate
+from fastensor.errors import OffloadError
 from fastensor.offload import OffloadConfig
 from fastensor.offload.undone import undone
+from fastensor_lightning import SSDActivationOffload
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -236,3 +244,132 @@ def test_a_dry_run_with_accelerate_leaves_no_trace() -> None:
     assert offload.dry_run(train).plan.tensors
     assert_same(program.state(), before)
     fastensor_accelerate.detach(net)
+
+
+class Net(pl.LightningModule):
+    """Depends on all that a run can leave: random numbers, statistics of batches, schedules, and the order of data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Dropout(), nn.Linear(64, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(x)
+        return found
+
+    def on_train_end(self) -> None:
+        assert self.trainer.checkpoint_callback is not None
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.log("val_loss", self.net(batch).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
+
+
+def program(folder: Path, dry_run: bool, *, same_trainer: bool = False) -> dict[str, Any]:
+    """Trains, goes on from the last checkpoint, with or without a dry run in between. Returns the last checkpoint."""
+    pl.seed_everything(1)
+    data = DataLoader(RandomDataset(32, 48), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(0))
+    net = Net()
+
+    def trainer(epochs: int, *callbacks: pl.Callback) -> pl.Trainer:
+        saves = ModelCheckpoint(folder / "saved", monitor="val_loss", save_last=True, every_n_train_steps=2)
+        stops = EarlyStopping("val_loss", patience=1, min_delta=100.0)
+        return pl.Trainer(
+            callbacks=[*callbacks, saves, stops], logger=CSVLogger(folder, "logs", flush_logs_every_n_steps=1),
+            max_epochs=epochs, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
+            log_every_n_steps=1, default_root_dir=folder,
+        )  # fmt: skip
+
+    trainer(1).fit(net, data, data)
+    last = trainer(2)
+    if dry_run:
+        before, files = torch.get_rng_state(), contents(folder)
+        callback = SSDActivationOffload(OffloadConfig(min_bytes=1, schedule=0), dry_run=True)
+        tried = trainer(2, callback)
+        tried.fit(net, data, data, ckpt_path=str(folder / "saved" / "last.ckpt"), weights_only=False)
+        assert callback.estimate is not None
+        assert (tried.global_step, tried.current_epoch) == (12, 1)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert contents(folder) == files
+        if same_trainer:
+            tried.callbacks.remove(callback)  # type: ignore[attr-defined]  # set later
+            last = tried
+    last.fit(net, data, data, ckpt_path=str(folder / "saved" / "last.ckpt"), weights_only=False)
+    found: dict[str, Any] = torch.load(folder / "saved" / "last.ckpt", weights_only=False)
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """What is in the files, but for folders of Lightning's loggers, which are made before a callback is asked."""
+    return {str(one): one.read_bytes() for one in sorted(folder.rglob("*")) if one.is_file()}
+
+
+@pytest.mark.parametrize("same_trainer", [False, True])
+def test_a_dry_run_of_a_trainer_leaves_no_trace(tmp_path: Path, same_trainer: bool) -> None:
+    expected = program(tmp_path / "a", dry_run=False)
+    found = program(tmp_path / "b", dry_run=True, same_trainer=same_trainer)
+    assert found["global_step"] == 24
+    for one in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
+        assert_same(found[one], expected[one])
+    assert found["loops"]["fit_loop"] == expected["loops"]["fit_loop"]
+    (stops,) = (name for name in expected["callbacks"] if name.startswith("EarlyStopping"))
+    assert found["callbacks"].keys() == expected["callbacks"].keys()
+    assert found["callbacks"][stops] == expected["callbacks"][stops]
+
+
+class Moves(SingleDeviceStrategy):
+    """What becomes of a module on a GPU when training has ended: it goes to the CPU."""
+
+    def teardown(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.double()
+        super().teardown()
+
+
+def test_a_module_that_lightning_has_moved_stays_whole(tmp_path: Path) -> None:
+    net = Net()
+    net(torch.ones(2, 32)).sum().backward()
+    pl.Trainer(
+        callbacks=[SSDActivationOffload(OffloadConfig(min_bytes=1), dry_run=True)], logger=False, max_epochs=1,
+        enable_progress_bar=False, enable_model_summary=False, strategy=Moves(torch.device("cpu")),
+        default_root_dir=tmp_path,
+    ).fit(net, DataLoader(RandomDataset(32, 48), batch_size=4))  # fmt: skip
+    kinds = {one.dtype for one in (*net.parameters(), *net.buffers()) if one.is_floating_point()}
+    assert kinds == {torch.float64}
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    callback = SSDActivationOffload(tmp_path / "missing", dry_run=True)
+    trainer = pl.Trainer(callbacks=[callback], logger=False, accelerator="cpu", default_root_dir=tmp_path)
+    with pytest.raises(OffloadError, match="missing"):
+        trainer.fit(Net(), DataLoader(RandomDataset(32, 48), batch_size=4))
+
+
+def test_a_dry_run_that_fails_leaves_no_trace(tmp_path: Path) -> None:
+    class Fails(Net):
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            if index == 2:
+                raise ZeroDivisionError
+            return super().training_step(batch, index)
+
+    net = Fails()
+    before = copy.deepcopy(net.state_dict())
+    callback = SSDActivationOffload(OffloadConfig(min_bytes=1), dry_run=True)
+    trainer = pl.Trainer(
+        callbacks=[callback], logger=False, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(net, DataLoader(RandomDataset(32, 48), batch_size=4))
+    assert_same(net.state_dict(), before)
+    assert trainer.global_step == 0
+    assert contents(tmp_path) == {}
+    assert len(trainer.checkpoint_callbacks) == 1
