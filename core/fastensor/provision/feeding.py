@@ -53,7 +53,7 @@ class Orders:
         """
         assert self.followed is not None
         begin = position if key_of(plan) == self.followed else self.position
-        return self._schedules[self.followed].next_uses_of(samples, from_position=begin)
+        return self._schedules[self.followed].next_uses(samples, from_position=begin)
 
     def keep(self, plans: Iterable[EpochPlan]) -> None:
         """Forget orders that no loader has any more, unless the cache follows them."""

@@ -12,10 +12,9 @@ import numpy as np
 from fastensor.data.coalescing import Integers
 from fastensor.data.plan import EpochPlan, Positions
 from fastensor.data.ring import Slot
-from fastensor.provision.cache import Cache
+from fastensor.provision.cache import SampleCache
 from fastensor.provision.engine import Facts, Start
 from fastensor.provision.feeding import Batch, BatchStream, Orders, Preloading, key_of
-from fastensor.provision.sample_cache import SampleCache
 from fastensor.provision.work import Done, Work
 
 _NONE = np.zeros(0, np.int64)
@@ -84,9 +83,7 @@ class Tasks:
         self.orders = Orders()
         self._share = share
         self._samples = facts.samples if share.of == 1 else len(share.own(np.arange(facts.samples)))
-        self.cache = SampleCache(
-            Cache(facts.samples, nbytes=facts.cache_nbytes) if facts.cache_nbytes and facts.samples else None
-        )
+        self.cache = SampleCache(facts.samples, nbytes=facts.cache_nbytes if facts.samples else 0)
         self._numbers = 0
         self._again: list[Task] = []
         """Tasks of workers that were killed."""
@@ -123,8 +120,8 @@ class Tasks:
     def _follow(self, plan: EpochPlan, position: int) -> None:
         """Let the cache follow an order, and be filled in it, from a position on."""
         schedule = self.orders.follow(plan, position)
-        if self.cache.places is not None:
-            self.cache.places.reschedule(schedule.next_uses(from_position=position))
+        if self.cache.nbytes:
+            self.cache.reschedule(schedule.next_uses(np.arange(plan.n), from_position=position))
             size = min(plan.batch_size, _MOST_PRELOADED) * self._share.of
             self._preloading = Preloading(plan, position, size=size)
             self._cache_is_full = False
@@ -197,7 +194,7 @@ class Tasks:
         if task.batch is None:
             self.cache.not_readable(np.setdiff1d(task.positions[task.offsets < 0], done.read))
         self.finished(task)
-        offsets = self.cache.place(done.read, done.lengths, self._next_uses(task, done.read))
+        offsets = self.cache.store(done.read, done.lengths, self._next_uses(task, done.read))
         task.writes = done.read[offsets >= 0]
         self._cache_is_full = task.batch is None and len(task.writes) < len(done.read)
         if self._cache_is_full and self._preloading is not None:
@@ -230,11 +227,10 @@ class Tasks:
 
     def status(self) -> dict[str, Any]:
         """Counts, for people and monitors."""
-        cache = self.cache.places
-        counts = asdict(self.cache.counts)
-        if cache is None:
+        cache, counts = self.cache, asdict(self.cache.counts)
+        if not cache.nbytes:
             return {**counts, "is_filled": True}
-        has_all = cache.samples + self.cache.unreadable == self._samples
+        has_all = cache.samples + cache.unreadable == self._samples
         return {
             **counts,
             "cached_samples": cache.samples,

@@ -325,7 +325,7 @@ class RayServer:
         loader.served += made
         if request.waited_seconds is not None:
             loader.served = replace(loader.served, waits=loader.served.waits.with_wait(request.waited_seconds))
-        self._exported.add(request.plan.rank, made, request.waited_seconds, self._tasks.cache.cached())
+        self._exported.add(request.plan.rank, made, request.waited_seconds, self._tasks.cache)
 
     def _peer(self, number: int) -> Any:
         if number not in self._peers:
