@@ -215,7 +215,7 @@ def test_damaged_samples_are_dropped_when_nobody_holds_them() -> None:
     cache.give_back(sample, sample)
     assert cache.samples == 1
     cache.give_back(sample, sample)
-    assert (cache.samples, cache.counts.damaged) == (0, 1)
+    assert (cache.samples, cache.counts["damaged"]) == (0, 1)
     assert stored(cache, 0).tolist() == [0]
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
 from fastensor.data.plan import EpochPlan
 from fastensor.data.ring import SlotWriter
 from fastensor.provision.engine import Facts, Registration, Start
-from fastensor.provision.feeding import BatchStream, batches_from, key_of
+from fastensor.provision.feeding import BatchStream, batches_from, key_of, places_from
 from fastensor.provision.tasks import Tasks
+from fastensor.provision.work import Done
 
 
 def test_loaders_of_an_overloaded_service_take_turns() -> None:
@@ -40,6 +44,25 @@ def test_what_could_not_be_read_ahead_is_not_read_ahead_again() -> None:
     assert tried == list(range(100))
 
 
+@pytest.mark.parametrize("samples", [0, 1, 16, 47, 48, 49, 100])
+@pytest.mark.parametrize("servers", [1, 3])
+def test_caches_are_filled_that_have_all_samples_of_their_servers(samples: int, servers: int) -> None:
+    facts, kept = Facts(samples=samples, fingerprint="", cache_nbytes=1 << 20, workers=servers), []
+    for server in range(servers):
+        tasks = Tasks(facts, server=server, servers=servers)
+        if samples:
+            tasks.start(Start(EpochPlan(samples, seed=1), 0, 0), [])
+        while (task := tasks.next_preload()) is not None:
+            assert not tasks.status()["is_filled"]
+            tasks.work_of(task)
+            lengths = np.full(len(task.positions), 100)
+            assert (tasks.done(task, Done(task.number, 0, task.positions, lengths, task.positions[:0])) >= 0).all()
+            tasks.written(task)
+            kept += task.positions.tolist()
+        assert tasks.status()["is_filled"]
+    assert sorted(kept) == list(range(samples))
+
+
 def test_the_cache_follows_a_loader_that_is_left() -> None:
     """From its next batch on, without a word from it."""
     tasks = Tasks(Facts(samples=100, fingerprint="", cache_nbytes=1 << 20, workers=1))
@@ -58,3 +81,20 @@ def test_the_cache_follows_a_loader_that_is_left() -> None:
     assert task.positions.tolist() == plans[2].order(3)[12:16].tolist()
     tasks.left([])
     assert tasks.orders.followed == key_of(plans[2])
+
+
+def test_the_cache_follows_an_order_that_is_asked_for() -> None:
+    """Another one that is asked for as well changes nothing, until the first one is asked for no more."""
+    tasks = Tasks(Facts(samples=100, fingerprint="", cache_nbytes=1 << 20, workers=1))
+    plans = [EpochPlan(100, seed=seed, batch_size=4) for seed in (1, 2)]
+    places = [next(places_from(Start(plan, 3, 8))) for plan in plans]
+    for _ in range(200):
+        for plan, place in zip(plans, places, strict=True):
+            assert tasks.batch_at(plan, place).positions.tolist() == plan.order(3)[8:12].tolist()
+        assert tasks.orders.followed == key_of(plans[0])
+    for _ in range(200):
+        tasks.batch_at(plans[1], places[1])
+    assert tasks.orders.followed == key_of(plans[1])
+    task = tasks.next_preload()
+    assert task is not None
+    assert task.positions.tolist() == plans[1].order(3)[8:12].tolist()

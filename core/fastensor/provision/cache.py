@@ -12,9 +12,7 @@ All takes 24 bytes for each sample of the dataset, and about a hundred for each 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,27 +23,6 @@ from fastensor.files.ranges import FreeRanges, rounded
 
 _OUTDATED = 1000
 """The heap is made anew when it has so many entries more than twice those of use."""
-
-
-class CacheExtent(NamedTuple):
-    """Where the bytes of a sample are in the cache."""
-
-    offset: int
-    nbytes: int
-
-
-@dataclass(slots=True)
-class Counts:
-    """Counts of what has happened to the samples of a service."""
-
-    hits: int = 0
-    """Samples of batches that the cache had."""
-    misses: int = 0
-    """Samples that were read for a batch."""
-    preloaded: int = 0
-    """Samples that were read before a batch needed them."""
-    damaged: int = 0
-    """Samples whose bytes in memory were not what had been stored. They were read again."""
 
 
 class SampleCache:
@@ -64,11 +41,13 @@ class SampleCache:
     ...     _ = cache.place(sample, 1000, next_use=position)
     ...     cache.release(sample, next_use=position)
     >>> cache.place(5, 1000, next_use=8), cache.find(3), cache.find(4)
-    (CacheExtent(offset=0, nbytes=1000), None, CacheExtent(offset=1024, nbytes=1000))
+    ((0, 1000), None, (1024, 1000))
     """
 
     def __init__(self, samples: int, *, nbytes: int) -> None:
-        self.counts = Counts()
+        self.counts = {"hits": 0, "misses": 0, "preloaded": 0, "damaged": 0}
+        """Samples of batches that the cache had, that were read for a batch, and before a batch needed them; and those
+        whose bytes in memory were not what had been stored, which were read again."""
         self.nbytes = nbytes
         self._units = nbytes // ALIGNMENT
         self._free = FreeRanges(self._units)
@@ -97,10 +76,10 @@ class SampleCache:
         """Bytes of the samples in the cache, and of what rounding adds to them: up to 1/32."""
         return (self._units - self._free.free) * ALIGNMENT
 
-    def find(self, sample: int) -> CacheExtent | None:
-        """CacheExtent of a sample; None if it has no place in the cache."""
+    def find(self, sample: int) -> tuple[int, int] | None:
+        """Offset and bytes of a sample; None if it has no place in the cache."""
         offset = self._offsets[sample] if self.nbytes else -1
-        return None if offset < 0 else CacheExtent(offset, self._nbytes[sample])
+        return None if offset < 0 else (offset, self._nbytes[sample])
 
     # For tasks
 
@@ -134,7 +113,7 @@ class SampleCache:
         entries = zip(positions.tolist(), lengths.tolist(), next_uses.tolist(), strict=True)
         for place, (position, nbytes, next_use) in enumerate(entries):
             if self.find(position) is None and (found := self.place(position, nbytes, next_use=next_use)) is not None:
-                offsets[place] = found.offset
+                offsets[place] = found[0]
                 self._coming.add(position)
         return offsets
 
@@ -150,7 +129,7 @@ class SampleCache:
 
     def damaged(self, positions: Integers) -> None:
         """The bytes of samples, which are held, are not what was stored."""
-        self.counts.damaged += len(positions)
+        self.counts["damaged"] += len(positions)
         self._damaged.update(positions.tolist())
 
     # For reading ahead
@@ -169,8 +148,7 @@ class SampleCache:
         return not self._coming.isdisjoint(positions.tolist())
 
     def lacking(self, positions: Integers) -> Integers:
-        """Those of the samples that are to be read ahead: they have no place, are not being read, and have not failed.
-        """
+        """The samples that are to be read ahead: they have no place, are not being read, and have not failed."""
         known = self._coming | self._unreadable
         return np.array([one for one in positions.tolist() if one not in known and self.find(one) is None], np.int64)
 
@@ -188,7 +166,7 @@ class SampleCache:
 
     # One by one
 
-    def place(self, sample: int, nbytes: int, *, next_use: int) -> CacheExtent | None:
+    def place(self, sample: int, nbytes: int, *, next_use: int) -> tuple[int, int] | None:
         """Make room for a sample, and hold it.
 
         Args:
@@ -197,8 +175,8 @@ class SampleCache:
             next_use: its position in the plan.
 
         Returns:
-            None if it is larger than the cache, or there is only room where samples are that are held, or used before
-            this one.
+            its offset and bytes; None if it is larger than the cache, or there is only room where samples are that are
+            held, or used before this one.
         """
         assert self.find(sample) is None, f"sample {sample} is in the cache already"
         units = _units(nbytes)
@@ -213,7 +191,7 @@ class SampleCache:
         found = self._offsets[sample], self._nbytes[sample] = begin * ALIGNMENT, nbytes
         self._holders[sample] = 1
         self.samples += 1
-        return CacheExtent(*found)
+        return found
 
     def hold(self, sample: int) -> None:
         """Keep a sample of the cache where it is until it is released."""

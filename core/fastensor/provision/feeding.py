@@ -128,12 +128,9 @@ class Flow(Generic[P]):
     """Those before this number are made, or were."""
     nbytes: int = 0
     """Bytes reserved for the next batch; 0 if none was made yet."""
-    needed: int = FIRST
-    """Number of batches ahead that keep the trainer from waiting, as far as was measured."""
     upcoming: P | None = None
     """Next batch to be made; None if there is none."""
     _batches: Iterator[P] = field(default_factory=lambda: iter(()))
-    _pace: ClientPace = field(default_factory=ClientPace)
 
     @property
     def has_credit(self) -> bool:
@@ -163,15 +160,15 @@ class Flow(Generic[P]):
         self._batches = batches
         self.upcoming = next(batches, None)
 
-    def credit(self, generation: int, taken: int, waited_seconds: float, *, now: float) -> None:
+    def take(self, generation: int, taken: int) -> bool:
         """The trainer has been given batches before this number. It may have got some of them from a server that has
-        ended: they are not made. What it says of other generations is of no use."""
-        if generation == self.generation and self.taken < taken <= self.issued + self.registration.ahead:
-            while self.issued < taken and self.upcoming is not None:
-                self.issue()
-            self.taken = min(taken, self.issued)
-            self._pace = self._pace.taken(at=now, waited=waited_seconds)
-            self.needed = self._pace.needed(self.nbytes)
+        ended: they are not made. False if that is of another generation, or makes no sense, and is of no use."""
+        if generation != self.generation or not self.taken < taken <= self.issued + self.registration.ahead:
+            return False
+        while self.issued < taken and self.upcoming is not None:
+            self.issue()
+        self.taken = min(taken, self.issued)
+        return True
 
     def issue(self) -> P:
         """Take what is to be made next."""
@@ -180,9 +177,8 @@ class Flow(Generic[P]):
         self.issued, self.upcoming = batch.index + 1, next(self._batches, None)
         return batch
 
-    def measured(self, nbytes: int, seconds: float) -> None:
-        """A batch of so many bytes was made, so many seconds after it was decided to make it."""
-        self._pace = self._pace.made(nbytes=nbytes, seconds=seconds)
+    def measured(self, nbytes: int) -> None:
+        """A batch of so many bytes was made."""
         self.nbytes = max(nbytes, self.nbytes - self.nbytes // 16)  # one that is unusually large is forgotten later
 
 
@@ -195,11 +191,20 @@ class BatchStream(Flow[Batch]):
     """True if its client has ended. What is still made for it is thrown away."""
     served: int = -1
     """The number of the task that makes its latest batch; -1 if there was none."""
+    needed: int = FIRST
+    """Number of batches ahead that keep the trainer from waiting, as far as was measured."""
+    _pace: ClientPace = field(default_factory=ClientPace)
 
     @property
     def turn(self) -> tuple[bool, int, int]:
         """The key by which loaders are sorted when a worker is free."""
         return turn(self.ahead, self.needed, self.served)
+
+    def credit(self, generation: int, taken: int, waited_seconds: float, *, now: float) -> None:
+        """See :meth:`take`. The trainer has waited so long for the last batch, which it has taken now."""
+        if self.take(generation, taken):
+            self._pace = self._pace.taken(at=now, waited=waited_seconds)
+            self.needed = self._pace.needed()
 
     def made(self, slot: Slot | None, nbytes: int, *, is_in_slot: bool, seconds: float) -> Slot:
         """A batch was made. Returns the slot that it is in; one without a number if it is in memory of its own.
@@ -209,7 +214,8 @@ class BatchStream(Flow[Batch]):
             nbytes: that it has.
             seconds: that it took.
         """
-        self.measured(nbytes, seconds)
+        self.measured(nbytes)
+        self._pace = self._pace.made(seconds=seconds)
         if slot is not None and is_in_slot:
             return self.ring.shrink(slot, nbytes)
         self.free(slot)

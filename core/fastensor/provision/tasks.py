@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from fastensor.data.plan import EpochPlan, Positions
 from fastensor.data.ring import Slot
 from fastensor.provision.cache import SampleCache
 from fastensor.provision.engine import Facts, Start
-from fastensor.provision.feeding import Batch, BatchStream, Orders, Preloading, key_of
+from fastensor.provision.feeding import Batch, BatchStream, Orders, Place, Preloading, batch_at, key_of
 from fastensor.provision.work import Done, Work
 
 _NONE = np.zeros(0, np.int64)
@@ -22,24 +22,10 @@ _MOST_ATTEMPTS = 3
 """A task that so many workers have been killed with is not given to another one."""
 _NEIGHBOURS = 16
 """Number of consecutive samples that one server keeps."""
+_STRANGE = 100
+"""The cache follows another order when so many batches in a row were of other orders than its own."""
 _MOST_PRELOADED = 16
 """Samples that are read together for the cache only. A batch may have to wait for them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The samples that one of several servers keeps."""
-
-    number: int
-    of: int
-    """The number of servers."""
-
-    def own(self, positions: Positions) -> Positions:
-        """Those of the samples that it keeps."""
-        return positions if self.of == 1 else positions[owners(positions, self.of) == self.number]
-
-
-ALL = Share(0, 1)
 
 
 def owners(positions: Positions, servers: int) -> Positions:
@@ -76,14 +62,19 @@ class Tasks:
 
     Args:
         facts: of the service.
-        share: of the samples that are kept here.
+        server: the number of the server that keeps samples here.
+        servers: how many there are. Each has its part of the samples, and of the cache.
     """
 
-    def __init__(self, facts: Facts, *, share: Share = ALL) -> None:
+    def __init__(self, facts: Facts, *, server: int = 0, servers: int = 1) -> None:
         self.orders = Orders()
-        self._share = share
-        self._samples = facts.samples if share.of == 1 else len(share.own(np.arange(facts.samples)))
-        self.cache = SampleCache(facts.samples, nbytes=facts.cache_nbytes if facts.samples else 0)
+        self._server, self._servers = server, servers
+        begins = range(server * _NEIGHBOURS, facts.samples, servers * _NEIGHBOURS)
+        self._samples = len(begins) * _NEIGHBOURS - max(begins[-1] + _NEIGHBOURS - facts.samples, 0) if begins else 0
+        """The number of samples that are kept here."""
+        self.cache = SampleCache(facts.samples, nbytes=facts.cache_nbytes // servers if facts.samples else 0)
+        self._strange = 0
+        """Batches in a row that were not of the order that the cache follows."""
         self._numbers = 0
         self._again: list[Task] = []
         """Tasks of workers that were killed."""
@@ -117,12 +108,20 @@ class Tasks:
             self._follow(plan, upcoming.epoch * plan.n + upcoming.consumed)
             self.orders.keep(plan for plan, _ in going_on)
 
+    def batch_at(self, plan: EpochPlan, place: Place) -> Batch:
+        """A batch of a loader of which nothing else is known. The cache follows its order, unless it follows another
+        one that is in use."""
+        self._strange = 0 if self.orders.followed == key_of(plan) else self._strange + 1
+        if self.orders.followed is None or self._strange > _STRANGE:
+            self.start(Start(plan, place.epoch, place.consumed), [])
+        return batch_at(plan, place, self.orders)
+
     def _follow(self, plan: EpochPlan, position: int) -> None:
         """Let the cache follow an order, and be filled in it, from a position on."""
         schedule = self.orders.follow(plan, position)
         if self.cache.nbytes:
             self.cache.reschedule(schedule.next_uses(np.arange(plan.n), from_position=position))
-            size = min(plan.batch_size, _MOST_PRELOADED) * self._share.of
+            size = min(plan.batch_size, _MOST_PRELOADED) * self._servers
             self._preloading = Preloading(plan, position, size=size)
             self._cache_is_full = False
 
@@ -154,7 +153,7 @@ class Tasks:
         self.orders.passed(plan, begin + batch.consumed)
         if self._preloading is not None and key_of(plan) == self.orders.followed:
             self._preloading.passed(after)
-        return Task(self._next_number(), None, batch, plan, after, self._share.own(batch.positions))
+        return Task(self._next_number(), None, batch, plan, after, self._own(batch.positions))
 
     def next_preload(self) -> Task | None:
         """Samples that the cache has not, and that will be used soon."""
@@ -162,13 +161,13 @@ class Tasks:
             if (found := self._preloading.next_chunk(self.orders)) is None:
                 return None
             position, chunk = found
-            if len(lacking := self.cache.lacking(self._share.own(chunk))):
+            if len(lacking := self.cache.lacking(self._own(chunk))):
                 self._preloading.found_missing()
                 if not self.cache.would_keep(len(lacking), position + len(chunk)):
                     self._preloading.go_back(position)
                     self._cache_is_full = True
                     return None
-                self.cache.counts.preloaded += len(lacking)
+                self.cache.counts["preloaded"] += len(lacking)
                 return Task(self._next_number(), None, None, self._preloading.plan, position, lacking)
         return None
 
@@ -180,8 +179,8 @@ class Tasks:
         epoch = 0 if task.batch is None else task.batch.epoch
         if task.batch is not None:
             hits = int((task.offsets >= 0).sum())
-            self.cache.counts.hits += hits
-            self.cache.counts.misses += len(task.positions) - hits
+            self.cache.counts["hits"] += hits
+            self.cache.counts["misses"] += len(task.positions) - hits
         where = (task.slot.offset, task.slot.nbytes) if task.slot is not None else (0, 0)
         return Work(task.number, loader, task.plan.seed, epoch, *where, task.positions, task.offsets, lengths)
 
@@ -227,17 +226,21 @@ class Tasks:
 
     def status(self) -> dict[str, Any]:
         """Counts, for people and monitors."""
-        cache, counts = self.cache, asdict(self.cache.counts)
+        cache = self.cache
         if not cache.nbytes:
-            return {**counts, "is_filled": True}
+            return {**cache.counts, "is_filled": True}
         has_all = cache.samples + cache.unreadable == self._samples
         return {
-            **counts,
+            **cache.counts,
             "cached_samples": cache.samples,
             "cached_nbytes": cache.used_nbytes,
             "evictions": cache.evictions,
             "is_filled": self._cache_is_full or cache.evictions > 0 or has_all,
         }
+
+    def _own(self, positions: Positions) -> Positions:
+        """Those of the samples that are kept here."""
+        return positions if self._servers == 1 else positions[owners(positions, self._servers) == self._server]
 
     def _next_uses(self, task: Task, samples: Integers) -> Integers:
         if not len(samples):
