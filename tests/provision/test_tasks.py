@@ -8,7 +8,7 @@ import pytest
 from fastensor.data.plan import EpochPlan
 from fastensor.data.ring import SlotWriter
 from fastensor.provision.engine import Facts, Registration, Start
-from fastensor.provision.feeding import BatchStream, batches_from, key_of, places_from
+from fastensor.provision.feeding import BatchStream, Place, batch_at, batches_from, key_of
 from fastensor.provision.tasks import Tasks
 from fastensor.provision.work import Done
 
@@ -20,7 +20,6 @@ def test_loaders_of_an_overloaded_service_take_turns() -> None:
     for stream in streams:
         start = Start(EpochPlan(1000, seed=stream.number), 0, 0, generation=1)
         stream.begin(start, batches_from(start, tasks.orders))
-        tasks.start(start, [one.plan for one in streams if one.plan is not None])
     served = []
     for moment in range(9):
         task = tasks.next_batch(streams)
@@ -34,7 +33,7 @@ def test_loaders_of_an_overloaded_service_take_turns() -> None:
 
 def test_what_could_not_be_read_ahead_is_not_read_ahead_again() -> None:
     tasks = Tasks(Facts(samples=100, fingerprint="", cache_nbytes=1 << 20, workers=1))
-    tasks.start(Start(EpochPlan(100, shuffle="none"), 0, 0), [])
+    tasks.start(Start(EpochPlan(100, shuffle="none"), 0, 0))
     tried: list[int] = []
     while (task := tasks.next_preload()) is not None:
         tried += task.positions.tolist()
@@ -51,7 +50,7 @@ def test_caches_are_filled_that_have_all_samples_of_their_servers(samples: int, 
     for server in range(servers):
         tasks = Tasks(facts, server=server, servers=servers)
         if samples:
-            tasks.start(Start(EpochPlan(samples, seed=1), 0, 0), [])
+            tasks.start(Start(EpochPlan(samples, seed=1), 0, 0))
         while (task := tasks.next_preload()) is not None:
             assert not tasks.status()["is_filled"]
             tasks.work_of(task)
@@ -63,38 +62,18 @@ def test_caches_are_filled_that_have_all_samples_of_their_servers(samples: int, 
     assert sorted(kept) == list(range(samples))
 
 
-def test_the_cache_follows_a_loader_that_is_left() -> None:
-    """From its next batch on, without a word from it."""
-    tasks = Tasks(Facts(samples=100, fingerprint="", cache_nbytes=1 << 20, workers=1))
-    streams = [BatchStream(number, Registration(), ring=SlotWriter(1 << 20)) for number in range(3)]
-    plans = [EpochPlan(100, seed=seed, batch_size=4) for seed in (1, 1, 2)]
-    for stream, plan in zip(streams, plans, strict=True):
-        stream.begin(Start(plan, 3, 8), batches_from(Start(plan, 3, 8), tasks.orders))
-        tasks.start(Start(plan, 3, 8), [one.plan for one in streams if one.plan is not None])
-    streams[2].issue()
-    tasks.left(streams[1:])
-    assert tasks.orders.followed == key_of(plans[1])
-    tasks.left(streams[2:])
-    assert tasks.orders.followed == key_of(plans[2])
-    task = tasks.next_preload()
-    assert task is not None
-    assert task.positions.tolist() == plans[2].order(3)[12:16].tolist()
-    tasks.left([])
-    assert tasks.orders.followed == key_of(plans[2])
-
-
-def test_the_cache_follows_an_order_that_is_asked_for() -> None:
-    """Another one that is asked for as well changes nothing, until the first one is asked for no more."""
+def test_the_cache_follows_an_order_that_is_in_use() -> None:
+    """Another one that is used as well changes nothing, until the first one is used no more."""
     tasks = Tasks(Facts(samples=100, fingerprint="", cache_nbytes=1 << 20, workers=1))
     plans = [EpochPlan(100, seed=seed, batch_size=4) for seed in (1, 2)]
-    places = [next(places_from(Start(plan, 3, 8))) for plan in plans]
-    for _ in range(200):
-        for plan, place in zip(plans, places, strict=True):
-            assert tasks.batch_at(plan, place).positions.tolist() == plan.order(3)[8:12].tolist()
+    batches = [batch_at(plan, Place(0, 0, 3, 8), tasks.orders) for plan in plans]
+    for _ in range(100):
+        for plan, batch in zip(plans, batches, strict=True):
+            assert tasks.task_of(plan, batch).positions.tolist() == plan.order(3)[8:12].tolist()
         assert tasks.orders.followed == key_of(plans[0])
-    for _ in range(200):
-        tasks.batch_at(plans[1], places[1])
+    for _ in range(100):
+        tasks.task_of(plans[1], batches[1])
     assert tasks.orders.followed == key_of(plans[1])
     task = tasks.next_preload()
     assert task is not None
-    assert task.positions.tolist() == plans[1].order(3)[8:12].tolist()
+    assert task.positions.tolist() == plans[1].order(3)[12:16].tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
@@ -14,13 +14,14 @@ from fastensor.provision.engine import Registration, Start
 from fastensor.provision.next_uses import Schedule
 
 _Key: TypeAlias = tuple[object, ...]
+_MOST_ORDERS = 8
+"""Orders that are kept at the same time. One more makes the oldest forgotten, and computed anew if it is used."""
 
 
 class Orders:
     """The orders of epochs, each computed once for all ranks, and the one of them that the cache follows.
 
-    Loaders that differ in nothing but their ranks and batch sizes have one order. The cache follows the order that
-    began first, until no loader has it any more.
+    Loaders that differ in nothing but their ranks and batch sizes have one order.
     """
 
     def __init__(self) -> None:
@@ -55,13 +56,12 @@ class Orders:
         begin = position if key_of(plan) == self.followed else self.position
         return self._schedules[self.followed].next_uses(samples, from_position=begin)
 
-    def keep(self, plans: Iterable[EpochPlan]) -> None:
-        """Forget orders that no loader has any more, unless the cache follows them."""
-        kept = {key_of(plan) for plan in plans} | {self.followed}
-        self._schedules = {key: schedule for key, schedule in self._schedules.items() if key in kept}
-
     def _schedule(self, plan: EpochPlan) -> Schedule:
-        return self._schedules.setdefault(key_of(plan), Schedule(plan))
+        if (key := key_of(plan)) not in self._schedules:
+            kept = {*[*self._schedules][1 - _MOST_ORDERS :], self.followed}
+            self._schedules = {known: schedule for known, schedule in self._schedules.items() if known in kept}
+            self._schedules[key] = Schedule(plan)
+        return self._schedules[key]
 
 
 def key_of(plan: EpochPlan) -> _Key:

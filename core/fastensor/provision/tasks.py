@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from fastensor.data.plan import EpochPlan, Positions
 from fastensor.data.ring import Slot
 from fastensor.provision.cache import SampleCache
 from fastensor.provision.engine import Facts, Start
-from fastensor.provision.feeding import Batch, BatchStream, Orders, Place, Preloading, batch_at, key_of
+from fastensor.provision.feeding import Batch, BatchStream, Orders, Preloading, key_of
 from fastensor.provision.work import Done, Work
 
 _NONE = np.zeros(0, np.int64)
@@ -22,7 +22,7 @@ _MOST_ATTEMPTS = 3
 """A task that so many workers have been killed with is not given to another one."""
 _NEIGHBOURS = 16
 """Number of consecutive samples that one server keeps."""
-_STRANGE = 100
+_STRANGE = 32
 """The cache follows another order when so many batches in a row were of other orders than its own."""
 _MOST_PRELOADED = 16
 """Samples that are read together for the cache only. A batch may have to wait for them."""
@@ -82,42 +82,12 @@ class Tasks:
         self._cache_is_full = False
         """True if it has had no room for samples that come next, and no batch was made since."""
 
-    def start(self, start: Start, plans: Collection[EpochPlan]) -> None:
-        """A loader begins, or preloading does: the cache follows its order, unless another loader has the order that it
-        follows now.
-
-        Args:
-            start: where.
-            plans: of all loaders that there are.
-        """
-        self.orders.keep([*plans, start.plan])
-        followed = self.orders.followed
-        if followed in (None, key_of(start.plan)) or followed not in map(key_of, plans):
-            self._follow(start.plan, start.epoch * start.plan.n + start.consumed)
-
-    def left(self, loaders: Iterable[BatchStream]) -> None:
-        """A loader has gone. If the cache has followed its order, and no other loader has that, it follows the order of
-        one that is left, from the batch on that this one gets next.
-
-        Args:
-            loaders: all that are left.
-        """
-        going_on = [(one.plan, one.upcoming) for one in loaders if one.plan is not None and one.upcoming is not None]
-        if going_on and self.orders.followed not in [key_of(plan) for plan, _ in going_on]:
-            plan, upcoming = going_on[0]
-            self._follow(plan, upcoming.epoch * plan.n + upcoming.consumed)
-            self.orders.keep(plan for plan, _ in going_on)
-
-    def batch_at(self, plan: EpochPlan, place: Place) -> Batch:
-        """A batch of a loader of which nothing else is known. The cache follows its order, unless it follows another
-        one that is in use."""
-        self._strange = 0 if self.orders.followed == key_of(plan) else self._strange + 1
-        if self.orders.followed is None or self._strange > _STRANGE:
-            self.start(Start(plan, place.epoch, place.consumed), [])
-        return batch_at(plan, place, self.orders)
+    def start(self, start: Start) -> None:
+        """Let the cache follow an order, and be filled in it, from a place on."""
+        self._follow(start.plan, start.epoch * start.plan.n + start.consumed)
 
     def _follow(self, plan: EpochPlan, position: int) -> None:
-        """Let the cache follow an order, and be filled in it, from a position on."""
+        self._strange = 0
         schedule = self.orders.follow(plan, position)
         if self.cache.nbytes:
             self.cache.reschedule(schedule.next_uses(np.arange(plan.n), from_position=position))
@@ -147,8 +117,12 @@ class Tasks:
         return None
 
     def task_of(self, plan: EpochPlan, batch: Batch) -> Task:
-        """Task that reads for a batch: the samples of it that are kept here."""
+        """Task that reads for a batch: the samples of it that are kept here. The cache follows its order, unless it
+        follows another one that is in use."""
         begin = batch.epoch * plan.n
+        self._strange = 0 if self.orders.followed == key_of(plan) else self._strange + 1
+        if self.orders.followed is None or self._strange > _STRANGE:
+            self._follow(plan, begin + batch.consumed)
         after = begin + plan.consumed_after(1, batch.consumed)
         self.orders.passed(plan, begin + batch.consumed)
         if self._preloading is not None and key_of(plan) == self.orders.followed:

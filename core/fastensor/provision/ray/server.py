@@ -34,7 +34,7 @@ from fastensor.data.coalescing import Integers
 from fastensor.data.skipping import OnError, Skipped
 from fastensor.errors import ProvisionError
 from fastensor.provision.engine import Cost, EngineLost, Start, cost_of_batch
-from fastensor.provision.feeding import Batch
+from fastensor.provision.feeding import Batch, batch_at
 from fastensor.provision.metrics import Served
 from fastensor.provision.ray import names
 from fastensor.provision.ray.calls import BatchRequest, EncodedSamples, Made, Service, contents_of
@@ -102,7 +102,7 @@ class RayServer:
 
     async def preload(self, start: Start) -> None:
         """Fill the cache in the order of an epoch."""
-        self._tasks.start(start, [])
+        self._tasks.start(start)
         self._read_ahead()
 
     async def status(self) -> dict[str, Any]:
@@ -125,20 +125,18 @@ class RayServer:
 
     def _answered(self, task: asyncio.Task[Any]) -> None:
         self._under_way.discard(task)
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """There may be something to read ahead."""
         self._has_changed.set()
+        if self._filling is None:
+            self._filling = asyncio.create_task(self._fill())
 
     # Batches
 
     def _batch_at(self, request: BatchRequest) -> Batch:
-        batch = self._tasks.batch_at(request.plan, request.place)
-        self._read_ahead()
-        return batch
-
-    def _read_ahead(self) -> None:
-        """The cache may follow another order."""
-        self._has_changed.set()
-        if self._filling is None:
-            self._filling = asyncio.create_task(self._fill())
+        return batch_at(request.plan, request.place, self._tasks.orders)
 
     async def _batch_of(self, request: BatchRequest) -> Made | None:
         try:
