@@ -8,7 +8,7 @@ import pytest
 from fastensor.data.plan import EpochPlan
 from fastensor.data.ring import SlotWriter
 from fastensor.provision.engine import Facts, Registration, Start
-from fastensor.provision.feeding import BatchStream, Place, batch_at, batches_from, key_of
+from fastensor.provision.feeding import BatchStream, key_of
 from fastensor.provision.tasks import Tasks
 from fastensor.provision.work import Done
 
@@ -19,7 +19,7 @@ def test_loaders_of_an_overloaded_service_take_turns() -> None:
     streams = [BatchStream(number, Registration(), ring=SlotWriter(1 << 20)) for number in range(3)]
     for stream in streams:
         start = Start(EpochPlan(1000, seed=stream.number), 0, 0, generation=1)
-        stream.begin(start, batches_from(start, tasks.orders))
+        stream.begin(start)
     served = []
     for moment in range(9):
         task = tasks.next_batch(streams)
@@ -66,14 +66,29 @@ def test_the_cache_follows_an_order_that_is_in_use() -> None:
     """Another one that is used as well changes nothing, until the first one is used no more."""
     tasks = Tasks(Facts(samples=100, fingerprint="", cache_nbytes=1 << 20, workers=1))
     plans = [EpochPlan(100, seed=seed, batch_size=4) for seed in (1, 2)]
-    batches = [batch_at(plan, Place(0, 0, 3, 8), tasks.orders) for plan in plans]
+    batches = [Start(plan, 3, 8) for plan in plans]
     for _ in range(100):
         for plan, batch in zip(plans, batches, strict=True):
-            assert tasks.task_of(plan, batch).positions.tolist() == plan.order(3)[8:12].tolist()
+            positions = tasks.orders.positions_of(batch)
+            assert tasks.task_of(batch, positions).positions.tolist() == plan.order(3)[8:12].tolist()
         assert tasks.orders.followed == key_of(plans[0])
     for _ in range(100):
-        tasks.task_of(plans[1], batches[1])
+        tasks.task_of(batches[1], positions)
     assert tasks.orders.followed == key_of(plans[1])
     task = tasks.next_preload()
     assert task is not None
     assert task.positions.tolist() == plans[1].order(3)[12:16].tolist()
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_batches_follow_each_other_from_epoch_to_epoch(*, drop_last: bool) -> None:
+    plan = EpochPlan(10, seed=1, batch_size=2, world_size=2, rank=1, drop_last=drop_last)
+    tasks, stream = Tasks(Facts(10, "", 0, workers=1)), BatchStream(0, Registration(), ring=SlotWriter(1 << 20))
+    expected = [batch.tolist() for epoch in (3, 4, 5) for batch in plan.batches(epoch)]
+    for consumed, skipped in ((0, 0), (4, 1), (10, plan.steps())):
+        stream.begin(Start(plan, 3, consumed, generation=7, index=5))
+        issued = [stream.issue() for _ in expected[skipped:]]
+        assert [tasks.orders.positions_of(batch).tolist() for batch in issued] == expected[skipped:]
+        assert [(batch.generation, batch.index) for batch in issued] == [(7, 5 + one) for one in range(len(issued))]
+    stream.begin(Start(EpochPlan(1, batch_size=2, drop_last=True), 0, 0))
+    assert not stream.has_credit

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Generic, TypeAlias, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from fastensor.data.coalescing import Integers
 from fastensor.data.plan import EpochPlan, Positions
@@ -34,6 +33,11 @@ class Orders:
     def order(self, plan: EpochPlan, epoch: int) -> Positions:
         """The samples of an epoch."""
         return self._schedule(plan).order(epoch)
+
+    def positions_of(self, batch: Start) -> Positions:
+        """The samples of a batch."""
+        order = self.order(batch.plan, batch.epoch)
+        return next(batch.plan.batches(batch.epoch, batch.consumed, order=order))
 
     def follow(self, plan: EpochPlan, position: int) -> Schedule:
         """Let the cache follow an order from a position on."""
@@ -70,51 +74,8 @@ def key_of(plan: EpochPlan) -> _Key:
     return (plan.n, plan.seed, plan.shuffle, *blocks)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Position of a batch in a loader's epochs."""
-
-    generation: int
-    index: int
-    epoch: int
-    consumed: int
-    """Samples of the epoch that all ranks together take before this batch."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch(Place):
-    """A batch of a loader."""
-
-    positions: Positions
-
-
-P = TypeVar("P", bound=Place)
-
-
-def places_from(start: Start) -> Iterator[Place]:
-    """The places of a loader's batches, from one epoch to the next, without an end; none if epochs have none."""
-    plan, epoch, consumed, index = start.plan, start.epoch, start.consumed, start.index
-    while plan.steps():
-        for _ in range(plan.steps(consumed)):
-            yield Place(start.generation, index, epoch, consumed)
-            consumed = plan.consumed_after(1, consumed)
-            index += 1
-        epoch, consumed = epoch + 1, 0
-
-
-def batch_at(plan: EpochPlan, place: Place, orders: Orders) -> Batch:
-    """The batch at a place."""
-    positions = next(plan.batches(place.epoch, place.consumed, order=orders.order(plan, place.epoch)))
-    return Batch(place.generation, place.index, place.epoch, place.consumed, positions)
-
-
-def batches_from(start: Start, orders: Orders) -> Iterator[Batch]:
-    """The batches of a loader, as :func:`places_from`."""
-    return (batch_at(start.plan, place, orders) for place in places_from(start))
-
-
 @dataclass(slots=True)
-class Flow(Generic[P]):
+class Flow:
     """The batches of a loader: which one is made next, and how far they are ahead of the trainer."""
 
     number: int
@@ -128,9 +89,8 @@ class Flow(Generic[P]):
     """Those before this number are made, or were."""
     nbytes: int = 0
     """Bytes reserved for the next batch; 0 if none was made yet."""
-    upcoming: P | None = None
-    """Next batch to be made; None if there is none."""
-    _batches: Iterator[P] = field(default_factory=lambda: iter(()))
+    upcoming: Start | None = None
+    """Place of the next batch to be made; None if there is none."""
 
     @property
     def has_credit(self) -> bool:
@@ -148,17 +108,13 @@ class Flow(Generic[P]):
         buffer, ahead = self.registration.buffer_nbytes, self.registration.ahead
         return self.nbytes or min(buffer // max(ahead, 2), buffer // 2)
 
-    def begin(self, start: Start, batches: Iterator[P]) -> None:
-        """Go on somewhere else.
-
-        Args:
-            start: where.
-            batches: from there on.
-        """
+    def begin(self, start: Start) -> None:
+        """Go on somewhere else."""
         self.plan, self.generation = start.plan, start.generation
         self.taken = self.issued = start.index
-        self._batches = batches
-        self.upcoming = next(batches, None)
+        if not start.plan.steps(start.consumed):
+            start = replace(start, epoch=start.epoch + 1, consumed=0)
+        self.upcoming = start if start.plan.steps() else None
 
     def take(self, generation: int, taken: int) -> bool:
         """The trainer has been given batches before this number. It may have got some of them from a server that has
@@ -170,11 +126,11 @@ class Flow(Generic[P]):
         self.taken = min(taken, self.issued)
         return True
 
-    def issue(self) -> P:
+    def issue(self) -> Start:
         """Take what is to be made next."""
         batch = self.upcoming
         assert batch is not None
-        self.issued, self.upcoming = batch.index + 1, next(self._batches, None)
+        self.issued, self.upcoming = batch.index + 1, batch.following()
         return batch
 
     def measured(self, nbytes: int) -> None:
@@ -183,7 +139,7 @@ class Flow(Generic[P]):
 
 
 @dataclass(slots=True)
-class BatchStream(Flow[Batch]):
+class BatchStream(Flow):
     """A loader whose batches are sent through a ring."""
 
     ring: SlotWriter = field(kw_only=True)

@@ -14,7 +14,7 @@ from fastensor.data.plan import EpochPlan, Positions
 from fastensor.data.ring import Slot
 from fastensor.provision.cache import SampleCache
 from fastensor.provision.engine import Facts, Start
-from fastensor.provision.feeding import Batch, BatchStream, Orders, Preloading, key_of
+from fastensor.provision.feeding import BatchStream, Orders, Preloading, key_of
 from fastensor.provision.work import Done, Work
 
 _NONE = np.zeros(0, np.int64)
@@ -40,8 +40,8 @@ class Task:
     number: int
     stream: BatchStream | None
     """Whom the batch is for. None: only samples are read."""
-    batch: Batch | None
-    """None: the samples are read for the cache only."""
+    batch: Start | None
+    """Its place. None: the samples are read for the cache only."""
     plan: EpochPlan
     position: int
     """In the order of all epochs: when the samples are used next, at the earliest."""
@@ -84,9 +84,7 @@ class Tasks:
 
     def start(self, start: Start) -> None:
         """Let the cache follow an order, and be filled in it, from a place on."""
-        self._follow(start.plan, start.epoch * start.plan.n + start.consumed)
-
-    def _follow(self, plan: EpochPlan, position: int) -> None:
+        plan, position = start.plan, start.epoch * start.plan.n + start.consumed
         self._strange = 0
         schedule = self.orders.follow(plan, position)
         if self.cache.nbytes:
@@ -106,28 +104,27 @@ class Tasks:
             if task.stream is not None and not task.stream.is_gone:
                 return task
         for stream in sorted((one for one in loaders if one.has_credit), key=lambda one: one.turn):
-            if stream.upcoming is None or self.cache.awaits(stream.upcoming.positions):
+            if stream.upcoming is None or self.cache.awaits(positions := self.orders.positions_of(stream.upcoming)):
                 continue  # samples that are read now are not read twice
             placed = stream.ring.place(stream.room_nbytes)
             if placed is not None or not stream.ahead:  # there is room again when the trainer drops a batch
-                assert stream.plan is not None
-                task = self.task_of(stream.plan, stream.issue())
+                task = self.task_of(stream.issue(), positions)
                 stream.served = task.number
                 return replace(task, stream=stream, slot=None if placed is None else placed[0])
         return None
 
-    def task_of(self, plan: EpochPlan, batch: Batch) -> Task:
+    def task_of(self, batch: Start, positions: Positions) -> Task:
         """Task that reads for a batch: the samples of it that are kept here. The cache follows its order, unless it
         follows another one that is in use."""
-        begin = batch.epoch * plan.n
+        plan, begin = batch.plan, batch.epoch * batch.plan.n
         self._strange = 0 if self.orders.followed == key_of(plan) else self._strange + 1
         if self.orders.followed is None or self._strange > _STRANGE:
-            self._follow(plan, begin + batch.consumed)
+            self.start(batch)
         after = begin + plan.consumed_after(1, batch.consumed)
         self.orders.passed(plan, begin + batch.consumed)
         if self._preloading is not None and key_of(plan) == self.orders.followed:
             self._preloading.passed(after)
-        return Task(self._next_number(), None, batch, plan, after, self._own(batch.positions))
+        return Task(self._next_number(), None, batch, plan, after, self._own(positions))
 
     def next_preload(self) -> Task | None:
         """Samples that the cache has not, and that will be used soon."""

@@ -47,7 +47,6 @@ from fastensor.provision.embedded.protocol import (
 from fastensor.provision.embedded.spec import facts_of
 from fastensor.provision.embedded.workers import WorkerProcess
 from fastensor.provision.engine import Start, cost_of_batch
-from fastensor.provision.feeding import batches_from
 from fastensor.provision.placement import Placement, placements, worker_cpus
 from fastensor.provision.tasks import Task, Tasks
 from fastensor.provision.work import Done
@@ -98,7 +97,7 @@ class EmbeddedServer(LocalServer[Client]):
                     self._introduce(client, one)
             case Start() as start:
                 self._check(start)
-                client.registered.begin(start, batches_from(start, self._tasks.orders))
+                client.registered.begin(start)
             case Preload(start):
                 self._check(start)
                 self._tasks.start(start)

@@ -15,10 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from ray import cloudpickle
 
-from fastensor.data.plan import EpochPlan
 from fastensor.data.skipping import OnError, Skipped
-from fastensor.provision.engine import Cost, EngineLost, Facts
-from fastensor.provision.feeding import Place
+from fastensor.provision.engine import Cost, EngineLost, Facts, Start
 from fastensor.provision.pickling import pickling
 from fastensor.provision.ray import names
 
@@ -38,10 +36,9 @@ class Service(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """The credit for one batch. Whoever gets it knows the rest: the order of the epoch is a function of the plan."""
+    """The credit for one batch. Its samples are known: the order of the epoch is a function of the plan."""
 
-    plan: EpochPlan
-    place: Place
+    batch: Start
     waited_seconds: float | None
     """Seconds that the trainer has waited for the batch that it has taken last; None if that was said before."""
     collate_fn: bytes

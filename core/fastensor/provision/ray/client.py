@@ -18,7 +18,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from fastensor.data.plan import EpochPlan
 from fastensor.errors import ProvisionError
 from fastensor.provision.engine import Cost, EngineLost, Facts, Pushed, Registration, Start
-from fastensor.provision.feeding import Flow, Place, places_from
+from fastensor.provision.feeding import Flow
 from fastensor.provision.making import UserObjects
 from fastensor.provision.ray import cluster, names
 from fastensor.provision.ray.calls import BatchRequest, Made, Service, pickled, pickled_contents
@@ -231,8 +231,8 @@ class RayFeed:
         _live.add(self)
         self._engine = engine
         self._collate_fn = collate_fn
-        self._flow: Flow[Place] = Flow(0, registration)
-        self._asked: dict[Any, Place] = {}
+        self._flow = Flow(0, registration)
+        self._asked: dict[Any, Start] = {}
         """By the reference to the answer what was asked for."""
         self._waited: float | None = None
         """Seconds that the trainer has waited for the last batch, until servers were told."""
@@ -240,7 +240,7 @@ class RayFeed:
     def start(self, start: Start) -> None:
         with self._engine.talking():
             self.close()
-            self._flow.begin(start, places_from(start))
+            self._flow.begin(start)
             self._ask()
 
     def pushed(self, seconds: float) -> Pushed | None:
@@ -269,18 +269,17 @@ class RayFeed:
         """Ask for batches as far as credit and the buffer reach; for one at least, if none is ahead."""
         flow = self._flow
         while flow.has_credit and (not flow.ahead or self._has_room()):
-            place = flow.issue()
-            assert flow.plan is not None
-            request = BatchRequest(flow.plan, place, self._waited, self._collate_fn, flow.registration.on_error)
+            batch = flow.issue()
+            request = BatchRequest(batch, self._waited, self._collate_fn, flow.registration.on_error)
             self._waited = None
-            self._asked[self._engine.server_for(place.index).batch.remote(request)] = place
+            self._asked[self._engine.server_for(batch.index).batch.remote(request)] = batch
 
     def _has_room(self) -> bool:
         """True if the buffer has room for another batch, besides those that were not given out yet."""
         return (self._flow.ahead + 1) * self._flow.room_nbytes <= self._flow.registration.buffer_nbytes
 
     def _pushed(self, ref: Any) -> Pushed:
-        place = self._asked.pop(ref)
+        batch = self._asked.pop(ref)
         try:
             made: Made | None = ray.get(ref)
         except ActorUnavailableError as error:
@@ -289,10 +288,10 @@ class RayFeed:
         if made is None:
             raise EngineLost("the service has ended")
         if made.content is None:
-            return Pushed(place.generation, place.index, memoryview(b""), made.cost, made.failure)
+            return Pushed(batch.generation, batch.index, memoryview(b""), made.cost, made.failure)
         self._flow.measured(len(made.content))
         content = np.require(made.content, requirements="W")  # what Ray's object store shows is read-only: a copy
-        return Pushed(place.generation, place.index, content.data, made.cost)
+        return Pushed(batch.generation, batch.index, content.data, made.cost)
 
 
 def _keep_what_is_of_the_parent() -> None:

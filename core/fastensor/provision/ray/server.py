@@ -34,7 +34,6 @@ from fastensor.data.coalescing import Integers
 from fastensor.data.skipping import OnError, Skipped
 from fastensor.errors import ProvisionError
 from fastensor.provision.engine import Cost, EngineLost, Start, cost_of_batch
-from fastensor.provision.feeding import Batch, batch_at
 from fastensor.provision.metrics import Served
 from fastensor.provision.ray import names
 from fastensor.provision.ray.calls import BatchRequest, EncodedSamples, Made, Service, contents_of
@@ -89,7 +88,7 @@ class RayServer:
 
     async def samples(self, request: BatchRequest) -> EncodedSamples | None:
         """The samples of a batch that this server keeps. None if the service ends."""
-        return await self._unless_it_ends(lambda: self._part(request, self._batch_at(request)))
+        return await self._unless_it_ends(lambda: self._part(request, self._tasks.orders.positions_of(request.batch)))
 
     async def stop(self) -> None:
         """The service ends: answer at once what was asked, and whatever will be. When this returns, nobody waits for an
@@ -135,12 +134,9 @@ class RayServer:
 
     # Batches
 
-    def _batch_at(self, request: BatchRequest) -> Batch:
-        return batch_at(request.plan, request.place, self._tasks.orders)
-
     async def _batch_of(self, request: BatchRequest) -> Made | None:
         try:
-            return await self._made(request, self._batch_at(request))
+            return await self._made(request, self._tasks.orders.positions_of(request.batch))
         except ActorDiedError:
             raise
         except EngineLost:
@@ -148,33 +144,33 @@ class RayServer:
         except Exception:  # noqa: BLE001  # whatever it is, the trainer is told
             return Made(None, _NO_COST, traceback.format_exc())
 
-    async def _made(self, request: BatchRequest, batch: Batch) -> Made:
-        parts = await self._parts(request, batch)
-        samples = _in_order(batch.positions, self._facts.workers, parts)
-        content, skipped = await self._by_user(partial(self._batch, request, batch, samples))
+    async def _made(self, request: BatchRequest, positions: Integers) -> Made:
+        parts = await self._parts(request, positions)
+        samples = _in_order(positions, self._facts.workers, parts)
+        content, skipped = await self._by_user(partial(self._batch, request, positions, samples))
         read = Cost(*map(sum, zip(*(part.cost for part in parts.values()), strict=True)))
-        cost = cost_of_batch(len(batch.positions), read.hits, read.read_nbytes, skipped)
+        cost = cost_of_batch(len(positions), read.hits, read.read_nbytes, skipped)
         made = Served().with_batch(nbytes=len(content), **cost._asdict())
-        self._exported.add(request.plan.rank, made, request.waited_seconds, self._tasks.cache)
+        self._exported.add(request.batch.plan.rank, made, request.waited_seconds, self._tasks.cache)
         return Made(content, cost)
 
-    async def _parts(self, request: BatchRequest, batch: Batch) -> dict[int, EncodedSamples]:
+    async def _parts(self, request: BatchRequest, positions: Integers) -> dict[int, EncodedSamples]:
         """By server the samples of a batch.
 
         Raises:
             EngineLost: the service ends.
         """
-        wanted = sorted(set(owners(batch.positions, self._facts.workers).tolist()))
+        wanted = sorted(set(owners(positions, self._facts.workers).tolist()))
         others = {number: self._peer(number).samples.remote(request) for number in wanted if number != self._number}
-        parts = {self._number: await self._part(request, batch)} if self._number in wanted else {}
+        parts = {self._number: await self._part(request, positions)} if self._number in wanted else {}
         found = await asyncio.gather(*others.values())
         if None in found:
             raise EngineLost("a server has been told to end")
         return parts | dict(zip(others, found, strict=True))
 
-    async def _part(self, request: BatchRequest, batch: Batch) -> EncodedSamples:
+    async def _part(self, request: BatchRequest, positions: Integers) -> EncodedSamples:
         async with self._reads:
-            return await self._read(self._tasks.task_of(request.plan, batch), request.on_error)
+            return await self._read(self._tasks.task_of(request.batch, positions), request.on_error)
 
     async def _read(self, task: Task, on_error: OnError) -> EncodedSamples:
         """Find samples, read those that the cache lacks, and keep them. Nobody else does so meanwhile."""
@@ -230,17 +226,17 @@ class RayServer:
         copies = [one if isinstance(one, Skipped) else np.array(one, np.uint8) for one in found.samples]
         return found, EncodedSamples(copies, Cost(len(positions), hits, nbytes))
 
-    def _batch(self, request: BatchRequest, batch: Batch, samples: list[Sample]) -> tuple[Any, int]:
+    def _batch(self, request: BatchRequest, positions: Integers, samples: list[Sample]) -> tuple[Any, int]:
         """Returns the bytes of the batch, and how many samples it lacks."""
         from fastensor.provision.making import made_batch
 
         made = made_batch(
             samples,
-            batch.positions,
+            positions,
             contents=self._loaded,
             collate_fn=_unpickled(request.collate_fn) if request.collate_fn else None,
-            seed=request.plan.seed,
-            epoch=batch.epoch,
+            seed=request.batch.plan.seed,
+            epoch=request.batch.epoch,
             source_seed=self._facts.seed,
             on_error=request.on_error,
         )
