@@ -150,6 +150,15 @@ class BatchStream(Flow):
     needed: int = FIRST
     """Number of batches ahead that keep the trainer from waiting, as far as was measured."""
     _pace: ClientPace = field(default_factory=ClientPace)
+    _looked_up: tuple[Start, Positions] | None = None
+    """The batch whose samples were looked up last, and these: it is looked at whenever a worker is free."""
+
+    def positions(self, orders: Orders) -> Positions:
+        """The samples of the upcoming batch."""
+        assert self.upcoming is not None
+        if self._looked_up is None or self._looked_up[0] is not self.upcoming:
+            self._looked_up = self.upcoming, orders.positions_of(self.upcoming)
+        return self._looked_up[1]
 
     @property
     def turn(self) -> tuple[bool, int, int]:

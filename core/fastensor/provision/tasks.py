@@ -104,7 +104,7 @@ class Tasks:
             if task.stream is not None and not task.stream.is_gone:
                 return task
         for stream in sorted((one for one in loaders if one.has_credit), key=lambda one: one.turn):
-            if stream.upcoming is None or self.cache.awaits(positions := self.orders.positions_of(stream.upcoming)):
+            if self.cache.awaits(positions := stream.positions(self.orders)):
                 continue  # samples that are read now are not read twice
             placed = stream.ring.place(stream.room_nbytes)
             if placed is not None or not stream.ahead:  # there is room again when the trainer drops a batch
