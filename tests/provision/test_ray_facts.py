@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("ray", reason="the engine on Ray needs it: pip install 'fastensor[ray]'")
 
+from provision.conftest import wait_until
 from provision.rays import local_ray
 
 from fastensor.errors import ProvisionError
@@ -80,4 +81,4 @@ def test_the_facts_and_contents_of_whoever_was_first_count_until_the_service_end
     first.close()
     assert len(kept()) == 1
     second.close()
-    assert not kept()
+    wait_until(lambda: not kept())
