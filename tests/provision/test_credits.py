@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastensor.provision.credits import CONGESTION, FIRST, REMEMBERED, ClientPace, most_within, size_class, turn
-
-NBYTES = 1 << 20
+from fastensor.provision.credits import CONGESTION, FIRST, REMEMBERED, ClientPace, most_within, turn
 
 
 @dataclass
@@ -21,7 +19,6 @@ class Client:
     """Computes for ``compute(step)`` seconds behind each batch."""
 
     compute: Callable[[int], float]
-    nbytes: int = NBYTES
     pace: ClientPace = field(default_factory=ClientPace)
     ahead: int = 0
     """Batches in the making, or waiting."""
@@ -65,15 +62,13 @@ def simulate(
         nonlocal free
         free += 1
         client.ready += 1
-        client.pace = client.pace.made(nbytes=client.nbytes, seconds=now - decided)
+        client.pace = client.pace.made(seconds=now - decided)
         if client.idle_since is not None:
             at(client.take(now), lambda: want(client))
 
     while now < until:
         while free and (wanting := [client for client in clients if client.ahead < limit]):
-            client = min(
-                wanting, key=lambda client: turn(client.ahead, client.pace.needed(client.nbytes), client.served)
-            )
+            client = min(wanting, key=lambda client: turn(client.ahead, client.pace.needed(), client.served))
             client.ahead += 1
             client.most_ahead = max(client.most_ahead, client.ahead)
             free -= 1
@@ -86,14 +81,14 @@ def simulate(
 def test_a_slow_client_needs_two_batches_ahead_however_long_they_take() -> None:
     client = Client(lambda _: 1.0)
     simulate([client], workers=8, work=lambda _: 0.9, limit=100, until=100)
-    assert client.pace.needed(NBYTES) == 2
+    assert client.pace.needed() == 2
     assert max(client.waits[1:]) == 0
 
 
 def test_a_quick_client_needs_as_many_ahead_as_hide_the_latency() -> None:
     client = Client(lambda _: 0.1)
     simulate([client], workers=16, work=lambda _: 1.0, limit=100, until=100)
-    assert 10 <= client.pace.needed(NBYTES) <= 13
+    assert 10 <= client.pace.needed() <= 13
     assert max(client.waits[len(client.waits) // 2 :]) == pytest.approx(0, abs=1e-9)
 
 
@@ -101,7 +96,7 @@ def test_a_bursty_client_gets_its_bursts() -> None:
     """Eight batches at once, then a second of computing, as with gradients that are accumulated."""
     client = Client(lambda step: 0.0 if step % 8 else 1.0)
     simulate([client], workers=8, work=lambda _: 0.5, limit=100, until=100)
-    assert client.pace.needed(NBYTES) == 9
+    assert client.pace.needed() == 9
     assert max(client.waits[40:]) == pytest.approx(0, abs=1e-9)
 
 
@@ -115,7 +110,7 @@ def test_times_that_vary_cost_no_waits() -> None:
 def test_a_slow_and_a_bursty_one_leave_the_quick_one_its_share() -> None:
     slow, bursty, quick = Client(lambda _: 1.0), Client(lambda step: 0.0 if step % 8 else 1.0), Client(lambda _: 0.05)
     simulate([slow, bursty, quick], workers=12, work=lambda _: 0.2, limit=8, until=100)
-    assert slow.pace.needed(NBYTES) <= 3
+    assert slow.pace.needed() <= 3
     for client in (slow, bursty, quick):
         late = client.waits[len(client.waits) // 2 :]
         assert max(late) == pytest.approx(0, abs=1e-9)
@@ -147,35 +142,25 @@ def test_a_slow_client_does_not_hold_up_others_of_an_overloaded_service() -> Non
     assert greedy.steps > 0.95 * 2000 - slow.steps
 
 
-def test_each_size_is_measured_by_itself() -> None:
-    pace = ClientPace()
-    for step in range(10):
-        pace = pace.taken(at=0.1 * step).made(nbytes=1 << 10, seconds=0.01).made(nbytes=4 << 20, seconds=0.45)
-    assert pace.needed(1 << 10) == 2
-    assert pace.needed(4 << 20) == 6
-    assert pace.needed(1 << 30) == 6  # the nearest size
-    assert pace.needed(40 << 10) == 2
-
-
 def test_what_waits_for_workers_does_not_count_as_work() -> None:
-    pace = ClientPace().made(nbytes=NBYTES, seconds=0.1)
+    pace = ClientPace().made(seconds=0.1)
     for _ in range(20):
-        pace = pace.made(nbytes=NBYTES, seconds=10.0)
-    assert pace.seconds_for(NBYTES) == pytest.approx(0.1 * CONGESTION)
+        pace = pace.made(seconds=10.0)
+    assert pace.seconds == pytest.approx(0.1 * CONGESTION)
 
 
 def test_old_measurements_are_forgotten() -> None:
-    pace = ClientPace().made(nbytes=NBYTES, seconds=1e-6).taken(at=0.0)
+    pace = ClientPace().made(seconds=1e-6).taken(at=0.0)
     for step in range(REMEMBERED):
-        pace = pace.made(nbytes=NBYTES, seconds=0.5).taken(at=1.0 + step)
-    assert pace.seconds_for(NBYTES) == 0.5
+        pace = pace.made(seconds=0.5).taken(at=1.0 + step)
+    assert pace.seconds == 0.5
     assert len(pace.times) == REMEMBERED
 
 
 def test_nothing_is_known_at_first() -> None:
-    assert ClientPace().needed(NBYTES) == ClientPace().taken(at=1.0).needed(NBYTES) == FIRST
-    assert ClientPace().made(nbytes=1, seconds=100.0).needed(NBYTES) == FIRST
-    assert ClientPace().seconds_for(1) is None
+    assert ClientPace().needed() == ClientPace().taken(at=1.0).needed() == FIRST
+    assert ClientPace().made(seconds=100.0).needed() == FIRST
+    assert ClientPace().seconds == 0
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=40), st.floats(0.001, 200))
@@ -185,9 +170,3 @@ def test_the_most_within_an_interval_is_that_of_all_intervals(times: list[float]
         sum(begin <= time and time - begin < seconds for time in ordered[first:]) for first, begin in enumerate(ordered)
     )
     assert most_within(ordered, seconds) == expected
-
-
-@given(st.integers(0, 1 << 50), st.integers(0, 1 << 50))
-def test_size_classes_grow_with_sizes(one: int, other: int) -> None:
-    assert size_class(min(one, other)) <= size_class(max(one, other))
-    assert (32 << 10) * 8 ** size_class(one) >= one

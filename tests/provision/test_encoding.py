@@ -1,9 +1,10 @@
-"""Samples come back from shared memory as they were, as views of it; bytes that are no sample are refused."""
+"""Samples come back from shared memory as they were, as views of it; nothing but plain data is passed on."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import os
+import pickle
 import warnings
 import weakref
 import zlib
@@ -15,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
-from fastensor.errors import CorruptSampleError, FastensorError, UnsupportedSampleError
+from fastensor.errors import CorruptSampleError, UnsupportedSampleError
 from fastensor.provision.encoding import check, decode, encode
 
 
@@ -191,19 +192,28 @@ def test_the_bytes_do_not_depend_on_what_was_there_before() -> None:
 
 def test_pinned_bytes() -> None:
     """The layout of the module's documentation, and nothing else."""
-    description = b'["d","x",["t","int16",[2]],"y",["u",["b",0],7]]'
-    checked = (192).to_bytes(8, "little") + len(description).to_bytes(8, "little") + description
-    checked = checked.ljust(128 - 8, b"\0") + b"\1\0\2\0" + bytes(60)  # the bytes, which are none, begin at 192
-    expected = b"FSV1" + zlib.crc32(checked).to_bytes(4, "little") + checked
-    value = {"x": torch.tensor([1, 2], dtype=torch.int16), "y": (b"", 7)}
-    assert bytes(memory_of(value)[: encode(value).nbytes]) == expected
+    value = {"x": torch.tensor([1, 2], dtype=torch.int16), "y": np.zeros(0), "z": np.array([3], np.uint8)}
+    encoded = encode(value)
+    lengths = b"".join(nbytes.to_bytes(8, "little") for nbytes in (4, 0, 1))
+    assert encoded.description[:24] == lengths
+    begin = -(-(32 + len(encoded.description)) // 64) * 64
+    head = b"".join(number.to_bytes(8, "little") for number in (begin + 65, len(encoded.description), 3))
+    checked = (head + encoded.description).ljust(begin - 8, b"\0") + b"\1\0\2\0" + bytes(60) + b"\3"
+    expected = b"FSV2" + zlib.crc32(checked).to_bytes(4, "little") + checked
+    assert bytes(memory_of(value)[: encoded.nbytes]) == expected
+
+
+def test_equal_values_have_equal_bytes() -> None:
+    """Whether parts of them are the same object or not. The fingerprints of datasets rely on it."""
+    text = "".join(["a", "b"])
+    assert encode([text, text, {"x": text}]) == encode(["".join(["a", "b"]), "ab", {"x": "ab"}])
 
 
 OTHERS: list[tuple[Any, str]] = [
-    ([1, {"x": {1, 2}}], r"the sample\[1\]\['x'\] is of the type builtins.set"),
-    ({PurePosixPath("a"): 1}, f"a key of the sample is of the type {PurePosixPath.__module__}.PurePosixPath"),
+    ([1, {"x": {1, 2}}], "the sample has an object of the type builtins.set"),
+    ({PurePosixPath("a"): 1}, f"the sample has an object of the type {PurePosixPath.__module__}.PurePosixPath"),
     (OrderedDict(a=torch.ones(2)), "collections.OrderedDict"),
-    ((torch.ones(2, requires_grad=True),), r"the sample\[0\] is a torch.Tensor .*requires_grad"),
+    ((torch.ones(2, requires_grad=True),), r"the sample has a torch.Tensor .*requires_grad"),
     (torch.ones(2).to_sparse(), "sparse"),
     (torch.nn.Parameter(torch.ones(2)), "Parameter"),
     (torch.ones(2, device="meta"), "meta"),
@@ -224,10 +234,13 @@ def test_other_objects_are_refused(value: Any, message: str) -> None:
 def test_what_cannot_be_encoded_at_all() -> None:
     endless: list[Any] = []
     endless.append(endless)
+    deep: Any = 1
+    for _ in range(100_000):
+        deep = [deep]
     for value, message in [
         (endless, "contains itself"),
-        ({"x": lambda: 0}, r"the sample\['x'\] is of the type builtins.function"),
-        ([10**5000], "digits"),
+        (deep, "nested too deeply"),
+        ({"x": lambda: 0}, "an object of the type builtins.function"),
     ]:
         with pytest.raises(UnsupportedSampleError, match=message):
             encode(value)
@@ -243,63 +256,35 @@ def test_deep_values_come_back() -> None:
 def test_named_tuples_are_of_modules_that_are_there() -> None:
     memory = bytearray(memory_of(Pair(1, 2)))
     module = Pair.__module__.encode()
-    for found, message in [(b"nothing".ljust(len(module), b"_"), "import nothing")]:
-        with pytest.raises(UnsupportedSampleError, match=message):
-            decode(memoryview(bytearray(memory.replace(module, found))))
-    with pytest.raises(UnsupportedSampleError, match=r"os\.getpid, but <built-in"):
-        decode(described(b'["m","os","getpid"]'))
-    with pytest.raises(UnsupportedSampleError, match=r"builtins\.tuple"):
-        decode(described(b'["m","builtins","tuple",1]'))
+    with pytest.raises(UnsupportedSampleError, match="import nothing"):
+        decode(memoryview(bytearray(memory.replace(module, b"nothing".ljust(len(module), b"_")))))
+    with pytest.raises(UnsupportedSampleError, match="Dict, and found None"):
+        decode(memoryview(bytearray(memory.replace(b"\x04Pair", b"\x04Dict"))))
 
 
-def described(description: bytes, buffers: bytes = b"") -> memoryview:
-    """Memory that claims to hold a value."""
-    begin = 24 + len(description)
-    nbytes = (-(-begin // 64) * 64 + len(buffers)) if buffers else begin
-    head = b"FSV1" + bytes(4) + nbytes.to_bytes(8, "little") + len(description).to_bytes(8, "little")
-    return memoryview(bytearray((head + description).ljust(nbytes - len(buffers), b"\0") + buffers))
-
-
-HOSTILE = [
-    b"", b"{}", b"[]", b"[[]]", b'["x"]', b'["t"]', b'["t","float32",[1]]', b'["t","float32",[-1]]', b"\xff",
-    b'["t","float32",[9223372036854775807,9223372036854775807]]', b'["t","float32",[0,9223372036854775807,2,3]]',
-    b'["t","strided",[1]]', b'["t",["float32"],[1]]', b'["t","qint8",[0]]', b'["a","O",[0]]', b'["a","<f3",[0]]',
-    b'["a","<V0",[9223372036854775807]]', b'["a","<f4,<f4",[0]]', b'["a","<f4",[0,9223372036854775807,2,3]]',
-    b'["a","<f4",[true]]', b'["a","<f4",[' + b",".join([b"0"] * 65) + b"]]", b'["a",7,[0]]', b'["b",1]', b'["b",-1]',
-    b'["b",0.0]', b'["b",1e400]', b'["d",1]', b'["d",["l"],1]', b'["L",[[]]]', b'["L",{}]', b'["L"]',
-    b'["n","<f4","abc"]',
-    b'["n","<f4","\xe2\x82\xac"]', b'["n","<f4",4]', b'["m"]', b'["m",1,2]', b'["m","os",2]', b'["m",[],"a"]',
-    b'["p",["t","float32",[1]],0]', b"[" * 100_000, b'["l",' * 102 + b"1" + b"]" * 102, b"9" * 5000, b'["u",{}]',
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("description", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_descriptions_are_refused(description: bytes) -> None:
-    with pytest.raises((CorruptSampleError, UnsupportedSampleError)):
-        decode(described(description))
-
-
-def test_a_buffer_is_used_once() -> None:
-    """A small description cannot ask for the same large buffer again and again."""
-    big = bytes(1 << 20)
-    assert decode(described(b'["b",1048576]', big)) == big
-    with pytest.raises(CorruptSampleError, match="leaves"):
-        decode(described(b'["l",["b",1048576],["b",1048576]]', big))
-    with pytest.raises(CorruptSampleError, match="its buffers end at"):
-        decode(described(b'["l",["b",1048575]]', big))
+def test_nothing_of_a_sample_is_called() -> None:
+    description = pickle.dumps(os.getpid)
+    begin = 32 + len(description)
+    head = b"FSV2" + bytes(4) + b"".join(number.to_bytes(8, "little") for number in (begin, len(description), 0))
+    with pytest.raises(CorruptSampleError, match=r"refers to posix\.getpid"):
+        decode(memoryview(bytearray(head + description)))
 
 
 @pytest.mark.parametrize(
-    ("begin", "data"), [(0, b"FSV2"), (8, bytes(8)), (8, b"\xff" * 8), (16, b"\xff" * 8), (16, b"\xff\0\0\0\0\0\0\0")]
-)
+    ("begin", "data"),
+    [
+        (0, b"FSV1"), (8, bytes(8)), (8, b"\xff" * 8), (16, b"\xff" * 8), (16, b"\xff\xff\0\0\0\0\0\0"),
+        (24, b"\xff" * 8), (24, b"\xff\0\0\0\0\0\0\0"),
+    ],
+)  # fmt: skip
 def test_a_wrong_head_is_refused(begin: int, data: bytes) -> None:
     memory = memory_of([torch.zeros(3), "x"])
     memory[begin : begin + len(data)] = data
     for refuse in (check, decode):
-        with pytest.raises(CorruptSampleError, match="expected b'FSV1'"):
+        with pytest.raises(CorruptSampleError, match="expected b'FSV2'"):
             refuse(memory)
-        with pytest.raises(CorruptSampleError, match="head of 24 bytes"):
-            refuse(memory[:23])
+        with pytest.raises(CorruptSampleError, match="head of 32 bytes"):
+            refuse(memory[:31])
 
 
 def test_memory_has_to_be_aligned() -> None:
@@ -324,33 +309,6 @@ def test_each_changed_byte_is_noticed(value: Any, data: st.DataObject) -> None:
     memory[data.draw(st.integers(0, nbytes - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(CorruptSampleError):
         check(memory)
-    decode_or_refuse(memory)
-
-
-@settings(max_examples=300)
-@given(st.data())
-def test_mutated_descriptions_are_decoded_or_refused(data: st.DataObject) -> None:
-    start = data.draw(st.sampled_from([bytes(memory_of(value)) for value in MUTATED]))
-    changed = bytearray(start[24:])
-    for _ in range(data.draw(st.integers(1, 4))):
-        begin = data.draw(st.integers(0, len(changed)))
-        end = data.draw(st.integers(begin, min(begin + 4, len(changed))))
-        changed[begin:end] = data.draw(st.binary(max_size=4) | st.sampled_from([b"[", b'"l"', b"{}", b"1e999", b"-1"]))
-    lengths = st.integers(0, len(changed) + 30)
-    head = b"FSV1" + bytes(4) + data.draw(lengths).to_bytes(8, "little") + data.draw(lengths).to_bytes(8, "little")
-    decode_or_refuse(memoryview(bytearray(head + changed)))
-
-
-MUTATED = [
-    {"x": torch.arange(3), "y": [1.5, None, "text"], "z": (b"bytes", np.arange(4.0))},
-    Pair(np.float32(3), {"a": {"b": [True, np.datetime64("2026-01-01")]}}),
-]
-
-
-def decode_or_refuse(memory: memoryview) -> None:
-    for view in (memory, memory.toreadonly()):
-        with contextlib.suppress(FastensorError):
-            decode(view)
 
 
 def test_errors_are_found_by_their_bases() -> None:

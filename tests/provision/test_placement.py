@@ -83,25 +83,6 @@ def test_what_the_system_does_not_say_is_not_known(tmp_path: Path, missing: str)
     assert found.nic == "eno1"
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "expected"),
-    [
-        ("class", "display", "a number"),
-        ("numa_node", "0x", "a number"),
-        ("local_cpulist", "0-99999999999", "processors such as 0-3,8"),
-        ("local_cpulist", "0-999999", "processors such as 0-3,8"),
-        ("local_cpulist", "3-1", "processors such as 0-3,8"),
-        ("local_cpulist", "\N{ARABIC-INDIC DIGIT ONE}", "processors such as 0-3,8"),
-        ("local_cpulist", "-", "processors such as 0-3,8"),
-    ],
-)
-def test_a_damaged_file_is_named(tmp_path: Path, file: str, text: str, expected: str) -> None:
-    sysfs.workstation(tmp_path)
-    sysfs.write(tmp_path, f"{GPU}/{file}", text)
-    with pytest.raises(ValueError, match=rf"0000:18:00.0/{file}: expected {expected}, found '"):
-        placements(tmp_path)
-
-
 def test_strange_entries_are_left_out(tmp_path: Path) -> None:
     sysfs.workstation(tmp_path)
     expected = placements(tmp_path)

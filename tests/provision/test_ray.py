@@ -167,12 +167,11 @@ def test_two_servers_read_each_sample_once_and_replace_each_other(
     assert max(seconds) < 5
     assert loaders[0].state_dict() == loaders[1].state_dict()
     status = service.status()
-    assert (status["clients"], len(status["loaders"])) == (1, 2)
+    assert (status["clients"], len(status["servers"])) == (1, 2)
     assert {loader.stats().recoveries for loader in loaders} == {0}
-    assert sum(one["batches"] for one in status["loaders"]) > 0
 
 
-def test_batches_are_writable_views_of_the_object_store(start: Callable[..., DataService], folder: Path) -> None:
+def test_batches_belong_to_the_trainer(start: Callable[..., DataService], folder: Path) -> None:
     nbytes = 50_000
     service = start(Numbers(N, folder, nbytes=nbytes))
     loader = service.loader(6, buffer_bytes=1 << 20)
@@ -184,12 +183,6 @@ def test_batches_are_writable_views_of_the_object_store(start: Callable[..., Dat
         for batch in kept:
             assert torch.equal(batch["bytes"].long(), (batch["id"] % 251 + 1)[:, None].expand(-1, nbytes))
         assert sorted(ids(kept)) == list(range(N))
-    address = kept[0]["bytes"].data_ptr()
-    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
-    (found,) = [
-        one for one in maps if int(one[0].split("-")[0], 16) <= address < int(one[0].split("-")[1], 16)
-    ]  # nothing was copied
-    assert "plasma" in found[-1] or "/dev/shm" in " ".join(found)
     arrays = next(iter(service.loader(4, collate_fn=list)))
     assert all(isinstance(one["bytes"], np.ndarray) and one["bytes"].flags.writeable for one in arrays)
     with pytest.raises(ProvisionError, match="ZeroDivisionError"):
@@ -233,8 +226,6 @@ def test_a_killed_client_is_forgotten_and_a_killed_supervisor_knows_the_others_a
     service = start()
     with Program("-c", CLIENT, service.address, *sys.path, provision=True) as client:
         assert client.stdout.readline() == "at work\n"
-        # the server learns what was taken with the next batch that is asked for
-        wait_until(lambda: [one["taken"] for one in service.status()["loaders"]] == [3])
         pid = service.status()["pid"]
         os.kill(pid, signal.SIGKILL)
         assert has_ended(pid)
@@ -242,7 +233,6 @@ def test_a_killed_client_is_forgotten_and_a_killed_supervisor_knows_the_others_a
         client.kill()
         client.wait()
     wait_until(lambda: service.status()["clients"] == 1)
-    wait_until(lambda: not service.status()["loaders"])
     assert sorted(ids(service.loader(7))) == list(range(N))
 
 
@@ -258,7 +248,8 @@ def test_a_service_ends_with_its_last_client(start: Callable[..., DataService]) 
     assert sorted(ids(other.loader(7))) == list(range(N))
     other.stop()
     assert all(has_ended(pid) for pid in pids)
-    assert names.kept(name) is None
+    with pytest.raises(ValueError, match=name):
+        names.supervisor_of(name)
     with pytest.raises(ProvisionError, match="stop"):
         service.status()
     with pytest.raises(ProvisionError, match="there is no data service"):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastensor.files.ranges import FreeRanges, class_of, rounded, rounded_down
+from fastensor.files.ranges import FreeRanges, class_of, rounded
 
 COUNT = 97
 
@@ -15,10 +15,8 @@ COUNT = 97
 def test_a_range_of_the_class_of_a_rounded_size_is_large_enough(size: int, other: int) -> None:
     needed = rounded(size)
     assert size <= needed <= size * 33 / 32 + 1
-    assert rounded(needed) == needed == rounded_down(needed)
+    assert rounded(needed) == needed
     assert (class_of(other) >= class_of(needed)) == (other >= needed)
-    assert size * 31 / 32 <= rounded_down(size) <= size
-    assert rounded(rounded_down(size)) == rounded_down(size)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 50)), max_size=200))

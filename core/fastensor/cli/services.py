@@ -268,9 +268,11 @@ def _only_address() -> str:
 
 
 def _print(found: Mapping[str, Any]) -> None:
-    loaders = found["loaders"]
-    used_by = f"{counted(found['clients'], 'clients')}, {counted(len(loaders), 'loaders')}"
-    print(f"{found['address']}: {counted(found['samples'], 'samples')}, {used_by}")
+    loaders = found.get("loaders", [])  # those of Ray are known to their trainers alone
+    used_by = f", {counted(len(loaders), 'loaders')}" if "loaders" in found else ""
+    print(
+        f"{found['address']}: {counted(found['samples'], 'samples')}, {counted(found['clients'], 'clients')}{used_by}"
+    )
     if "cached_samples" in found:
         size = human_size(found["cached_nbytes"])
         print(f"cache: {counted(found['cached_samples'], 'samples')} of {size}, {found['evictions']} had to make room")

@@ -1,12 +1,10 @@
 """Free ranges of numbers: the allocator of memory, slots and cache. Pure: touches nothing that the ranges stand for.
 
-Lent are bytes of rings in shared memory, slots in files of activations, and the slabs of the data service's cache, each
-in units of the lender's alignment.
+Lent are bytes of rings in shared memory, slots in files of activations, and the cache of the data service, each in
+units of the lender's alignment.
 """
 
 from __future__ import annotations
-
-import sys
 
 _SUBCLASS_BITS = 5
 
@@ -31,16 +29,6 @@ def rounded(size: int) -> int:
     return -(-size >> power) << power
 
 
-def rounded_down(size: int) -> int:
-    """The largest size that :func:`rounded` leaves alone and that is no larger.
-
-    >>> [rounded_down(size) for size in (1, 63, 64, 65, 66, 127, 128)]
-    [1, 63, 64, 64, 66, 126, 128]
-    """
-    power = max(size.bit_length() - 1 - _SUBCLASS_BITS, 0)
-    return size >> power << power
-
-
 class FreeRanges:
     """Lends ranges of numbers, the smallest free one that fits, and merges those that are given back with their
     neighbours. What is lent in a row lies in a row, and once all is free the same ranges are lent again.
@@ -50,17 +38,16 @@ class FreeRanges:
 
     Args:
         count: the numbers from 0 to this one are free.
-        border: ranges on the two sides of a multiple of it are not merged.
 
-    >>> free = FreeRanges(50, border=25)
-    >>> free.add(50, 10), free.take(45), free.take(10), free.take(8), free.free
-    ((50, 10), 0, 50, None, 5)
-    >>> free.add(0, 20), free.add(20, 5), free.add(25, 20), free.free
-    ((0, 20), (0, 25), (25, 25), 50)
+    >>> free = FreeRanges(60)
+    >>> free.take(45), free.take(10), free.take(8), free.free
+    (0, 45, None, 5)
+    >>> free.add(0, 45); free.add(45, 10)
+    >>> free.take(60), free.free
+    (0, 0)
     """
 
-    def __init__(self, count: int = 0, *, border: int = sys.maxsize) -> None:
-        self._border = border
+    def __init__(self, count: int) -> None:
         self._sizes: dict[int, int] = {}
         """Size of each range, by its offset."""
         self._begins: dict[int, int] = {}
@@ -90,28 +77,23 @@ class FreeRanges:
             if not larger:
                 return None
             begin = next(reversed(self._classes[least + (larger & -larger).bit_length()]))
-        left = self.remove(begin) - size
+        left = self._remove(begin) - size
         if left:
             self._insert(begin + size, left)
         return begin
 
-    def add(self, begin: int, size: int) -> tuple[int, int]:
-        """Free a range.
-
-        Returns:
-            where the free range begins that it is in now, and the size of that.
-        """
+    def add(self, begin: int, size: int) -> None:
+        """Free a range."""
         was_free = begin in self._sizes or begin + size in self._begins
         assert not was_free, f"{begin} was free already"
-        if begin % self._border and (before := self._begins.get(begin)) is not None:
-            size += self.remove(before)
+        if (before := self._begins.get(begin)) is not None:
+            size += self._remove(before)
             begin = before
-        if (begin + size) % self._border and begin + size in self._sizes:
-            size += self.remove(begin + size)
+        if begin + size in self._sizes:
+            size += self._remove(begin + size)
         self._insert(begin, size)
-        return begin, size
 
-    def remove(self, begin: int) -> int:
+    def _remove(self, begin: int) -> int:
         """Take the whole free range that begins here. Returns its size."""
         size = self._sizes.pop(begin)
         self.free -= size

@@ -1,13 +1,13 @@
 """Choosing the client for which the next batch is made, so that none waits for batches that another one does not need
 yet.
 
-KSpeed (section III-D, "congestion-aware requests batching") measures how long data of each size takes, and limits what
-is in flight by that. Here the client's own pace counts, too. Everything is pure, and in seconds of one clock.
+KSpeed (section III-D, "congestion-aware requests batching") measures how long data takes, and limits what is in flight
+by that. Here the client's own pace counts, too. Everything is pure, and in seconds of one clock.
 
 - A client **needs** as many batches ahead as it may take while one is made: the most that it has ever taken within
   that time, among its last :data:`REMEMBERED`, and one more. So a client of slow steps needs two, however long a batch
   takes; one that takes eight at once and then computes for a while, needs nine.
-- The time to make one is that of nine in ten batches of this size. If the service is overloaded, it grows, because
+- The time to make one is that of nine in ten of its batches. If the service is overloaded, it grows, because
   batches wait for workers; more of them ahead would only make it grow further. So it counts up to
   :data:`CONGESTION` times the least that was measured, and no more.
 - A worker that is free makes a batch for the client whose **turn** it is: one that has less ahead than it needs. When
@@ -17,8 +17,7 @@ is in flight by that. Here the client's own pace counts, too. Everything is pure
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 REMEMBERED = 64
@@ -27,30 +26,17 @@ CONGESTION = 4.0
 """A batch that took so many times the least has mostly waited."""
 FIRST = 2
 """Batches ahead, before anything has been measured: one in use, one to follow."""
-
-_SMALLEST_CLASS_NBYTES = 32 << 10
-_CLASS_BITS = 3
 _PART = 0.9
-
-
-def size_class(nbytes: int) -> int:
-    """Class of sizes that are measured together: up to 32 KiB (0), 256 KiB (1), 2 MiB (2), 16 MiB (3), and so on.
-
-    >>> [size_class(nbytes) for nbytes in (0, 32 << 10, (32 << 10) + 1, 256 << 10, 2 << 20, 1 << 30)]
-    [0, 0, 1, 1, 2, 5]
-    """
-    bits = (max(nbytes, 1) - 1) // _SMALLEST_CLASS_NBYTES
-    return -(-bits.bit_length() // _CLASS_BITS)
 
 
 @dataclass(frozen=True, slots=True)
 class ClientPace:
-    """Measurements of a client.
+    """Measurements of a client, whose batches are of about one size.
 
     >>> pace = ClientPace()
-    >>> for step in range(10):  # a step of 0.1 s; a batch of 1 MB takes 0.25 s
-    ...     pace = pace.taken(at=0.1 * step).made(nbytes=1 << 20, seconds=0.25)
-    >>> pace.needed(nbytes=1 << 20)
+    >>> for step in range(10):  # a step of 0.1 s; a batch takes 0.25 s
+    ...     pace = pace.taken(at=0.1 * step).made(seconds=0.25)
+    >>> pace.needed()
     4
     """
 
@@ -58,8 +44,8 @@ class ClientPace:
     """Times at which it took its last batches, by its own clock, without the seconds that it waited for them."""
     waited: float = 0.0
     """Seconds that it has waited in all."""
-    seconds: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-    """By size class how long the last batches took from the decision to make them until they had arrived."""
+    made_seconds: tuple[float, ...] = ()
+    """Seconds that each of the last batches took from the decision to make it until it had arrived."""
 
     def taken(self, *, at: float, waited: float = 0.0) -> Self:
         """The client has taken a batch.
@@ -71,28 +57,21 @@ class ClientPace:
         total = self.waited + waited
         return replace(self, times=(*self.times, at - total)[-REMEMBERED:], waited=total)
 
-    def made(self, *, nbytes: int, seconds: float) -> Self:
+    def made(self, *, seconds: float) -> Self:
         """A batch has arrived, so many seconds after it was decided to make it."""
-        number = size_class(nbytes)
-        seconds_of_class = (*self.seconds.get(number, ()), seconds)[-REMEMBERED:]
-        return replace(self, seconds={**self.seconds, number: seconds_of_class})
+        return replace(self, made_seconds=(*self.made_seconds, seconds)[-REMEMBERED:])
 
-    def seconds_for(self, nbytes: int) -> float | None:
-        """Seconds that a batch of this size takes, in nine of ten cases; by the nearest size class, if its own has
-        none. None before anything was measured.
-        """
-        if not self.seconds:
-            return None
-        wanted = size_class(nbytes)
-        seconds = sorted(self.seconds[min(self.seconds, key=lambda number: (abs(number - wanted), -number))])
+    @property
+    def seconds(self) -> float:
+        """Seconds that a batch takes, in nine of ten cases. 0 before anything was measured."""
+        seconds = sorted(self.made_seconds) or [0.0]
         return min(seconds[math.ceil(_PART * len(seconds)) - 1], CONGESTION * seconds[0])
 
-    def needed(self, nbytes: int) -> int:
-        """Number of batches of this size that are to be ahead of the client: in the making, or waiting for it."""
-        seconds = self.seconds_for(nbytes)
-        if seconds is None or len(self.times) < 2:
+    def needed(self) -> int:
+        """Number of batches that are to be ahead of the client: in the making, or waiting for it."""
+        if not self.made_seconds or len(self.times) < 2:
             return FIRST
-        return most_within(self.times, seconds) + 1
+        return most_within(self.times, self.seconds) + 1
 
 
 def most_within(times: tuple[float, ...], seconds: float) -> int:

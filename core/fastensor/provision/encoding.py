@@ -1,34 +1,44 @@
-"""Samples and batches as bytes, for memory that processes share, and for sockets.
+"""Samples and batches as bytes, for memory that processes share, and for Ray.
 
-Tensors and arrays come back as views of the memory. Nothing of a value is executed or imported on the way back.
+A value is pickled, with its tensors, arrays and bytes out of band, so that the former are views of the memory. Whoever
+decodes has to trust who has encoded: both are processes of one service, or of its trainers.
 
-Layout, in the byte order of the machine: a head of 24 bytes (magic number, CRC32 of all that follows it, number of
-bytes in all, and of the description); the description, see :mod:`fastensor.provision.describing`; then the buffers in
-the order in which the description names them, each at the next multiple of :data:`~fastensor.data.ring.ALIGNMENT` from
-the beginning. Padding is zero.
+Layout, in the byte order of the machine: a head of 32 bytes (magic number, CRC32 of all that follows it, number of
+bytes in all, and of the pickle, number of buffers); the number of bytes of each buffer, in 8 bytes each; the pickle;
+then the buffers in the order in which the pickle refers to them, each at the next multiple of
+:data:`~fastensor.data.ring.ALIGNMENT` from the beginning. Padding is zero.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 import struct
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from isal import isal_zlib
 
 from fastensor.data.ring import aligned
-from fastensor.errors import CorruptSampleError
-from fastensor.provision.describing import described
-from fastensor.provision.restoring import restored
+from fastensor.errors import CorruptSampleError, UnsupportedSampleError
 
-_MAGIC = b"FSV1"
-_HEAD = struct.Struct("=4sIQQ")
+_MAGIC = b"FSV2"
+_HEAD = struct.Struct("=4sIQQQ")
 _CRC32_BEGIN = len(_MAGIC)
 _CRC32_END = _CRC32_BEGIN + 4
 """The CRC32 is of all bytes from here on."""
 _BLOCK_NBYTES = 256 << 10
 """Bytes that are copied at a time, so that their CRC32 is computed while the processor's cache has them."""
+_ADDRESS_ALIGNMENT = 16
+"""Memory begins at a multiple of it: what ``malloc`` gives, and enough for every dtype."""
+_PLAIN = frozenset((NoneType, bool, int, float, str, list, tuple, dict))
+"""The types of what is pickled as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,7 @@ class Encoded:
     """A value that is ready to be written. It refers to the memory of the value, which must not change until then."""
 
     description: bytes
+    """The pickle, after the lengths of the buffers."""
     buffers: tuple[memoryview, ...]
 
     @property
@@ -55,7 +66,7 @@ class Encoded:
         nbytes = self.nbytes
         if len(memory) < nbytes:
             raise ValueError(f"the value takes {nbytes} bytes, found memory of {len(memory)}")
-        _HEAD.pack_into(memory, 0, _MAGIC, 0, nbytes, len(self.description))
+        _HEAD.pack_into(memory, 0, _MAGIC, 0, nbytes, len(self.description), len(self.buffers))
         crc32, end = isal_zlib.crc32(memory[_CRC32_END : _HEAD.size]), _HEAD.size
         for block in self._blocks():
             memory[end : end + len(block)] = block
@@ -75,11 +86,12 @@ class Encoded:
 
 
 def encode(value: Any) -> Encoded:
-    """Prepare a value to be written into memory. Copies nothing but tensors and arrays that are not contiguous.
+    """Prepare a value to be written into memory. Copies no tensors and arrays but those that are not contiguous, or
+    read-only.
 
     Args:
         value: tensors of the CPU that need no gradient, arrays and scalars of NumPy, ``bytes``, ``str``, ``int``,
-            ``float``, ``bool``, None; and lists, tuples, named tuples and dicts of values.
+            ``float``, ``bool``, None; and lists, tuples, named tuples, sets and dicts of values.
 
     Raises:
         UnsupportedSampleError: the value has an object of another type, or is nested in itself.
@@ -91,7 +103,15 @@ def encode(value: Any) -> Encoded:
     >>> decode(memory)["label"]
     7
     """
-    return Encoded(*described(value))
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled, 5)
+    pickler.fast = True  # an object is pickled as often as it occurs, so the bytes of equal values are equal
+    try:
+        pickler.dump(value)
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedSampleError(f"the sample is nested too deeply, or contains itself: {error}") from error
+    lengths = struct.pack(f"={len(pickler.buffers)}Q", *map(len, pickler.buffers))
+    return Encoded(lengths + pickled.getbuffer(), tuple(pickler.buffers))
 
 
 def decode(memory: memoryview) -> Any:
@@ -100,8 +120,7 @@ def decode(memory: memoryview) -> Any:
     Arrays are views of the memory, and keep it. Tensors, too, if the memory is writable; tensors of read-only memory
     are copies, because torch has no read-only tensors, and to write to one would end the process.
 
-    Whatever the memory holds, this takes time and memory in proportion to its size. It does not compare the CRC32, see
-    :func:`check`.
+    It does not compare the CRC32, see :func:`check`.
 
     Args:
         memory: contiguous bytes, which begin at a multiple of 16. It may be longer than the value.
@@ -111,8 +130,13 @@ def decode(memory: memoryview) -> Any:
         UnsupportedSampleError: it has a named tuple of a module that has not been imported.
         ValueError: the memory begins elsewhere.
     """
-    nbytes, description_nbytes = _parsed_head(memory)
-    return restored(memory[:nbytes], _HEAD.size, _HEAD.size + description_nbytes)
+    nbytes, description_nbytes, count = _parsed_head(memory)
+    address = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    if address % _ADDRESS_ALIGNMENT:
+        raise ValueError(f"memory of samples begins at a multiple of {_ADDRESS_ALIGNMENT}, found {address:#x}")
+    lengths = struct.unpack_from(f"={count}Q", memory, _HEAD.size)
+    begin, end = _HEAD.size + 8 * count, _HEAD.size + description_nbytes
+    return _Unpickler(io.BytesIO(memory[begin:end]), _buffers(memory[:nbytes], end, lengths)).load()
 
 
 def check(memory: memoryview) -> None:
@@ -121,21 +145,144 @@ def check(memory: memoryview) -> None:
     Raises:
         CorruptSampleError: the memory does not hold such a value, or one that has changed.
     """
-    nbytes, _ = _parsed_head(memory)
+    nbytes = _parsed_head(memory)[0]
     (expected,) = struct.unpack_from("=I", memory, _CRC32_BEGIN)
     found = isal_zlib.crc32(memory[_CRC32_END:nbytes])
     if found != expected:
         raise CorruptSampleError(f"{nbytes} bytes of a sample in memory have the CRC32 {found:#x}, not {expected:#x}")
 
 
-def _parsed_head(memory: memoryview) -> tuple[int, int]:
-    """The bytes of the value, and of its description."""
+def _parsed_head(memory: memoryview) -> tuple[int, int, int]:
+    """The bytes of the value, and of its description; the number of its buffers."""
     if len(memory) < _HEAD.size:
         raise CorruptSampleError(f"a sample has a head of {_HEAD.size} bytes, found memory of {len(memory)}")
-    magic, _, nbytes, description_nbytes = _HEAD.unpack_from(memory)
-    if magic != _MAGIC or not _HEAD.size + description_nbytes <= nbytes <= len(memory):
+    magic, _, nbytes, description_nbytes, count = _HEAD.unpack_from(memory)
+    if magic != _MAGIC or not _HEAD.size + 8 * count <= _HEAD.size + description_nbytes <= nbytes <= len(memory):
         raise CorruptSampleError(
             f"found {magic!r}, a sample of {nbytes} bytes with a description of {description_nbytes}; expected "
             f"{_MAGIC!r}, and no more than the memory's {len(memory)} bytes"
         )
-    return nbytes, description_nbytes
+    return nbytes, description_nbytes, count
+
+
+def _buffers(memory: memoryview, end: int, lengths: tuple[int, ...]) -> Iterator[memoryview]:
+    for nbytes in lengths:
+        begin = aligned(end)
+        end = begin + nbytes
+        yield memory[begin:end]
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles plain data. Refers to tensors, arrays, bytes and named tuples by their parts, and refuses all else."""
+
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol)
+        self.buffers: list[memoryview] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return None
+        if kind is bytes:
+            self.buffers.append(memoryview(value))
+            return (_bytes.__name__,)
+        if kind is torch.Tensor and _is_simple(value):
+            self.buffers.append(_bytes_of_tensor(value))
+            return _tensor.__name__, str(value.dtype).removeprefix("torch."), tuple(value.shape)
+        if kind in (np.ndarray, np.memmap) and _is_named(value.dtype):
+            flat = np.ascontiguousarray(value).reshape(-1)
+            self.buffers.append(flat.view(np.uint8).data if len(flat) else memoryview(b""))
+            return _array.__name__, value.dtype.str, value.shape
+        if isinstance(value, np.generic) and _is_named(value.dtype):
+            return _scalar.__name__, value.dtype.str, value.tobytes().decode("latin-1")
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+            return _named_tuple.__name__, _module_of(kind), kind.__qualname__, *value
+        raise UnsupportedSampleError(
+            f"the sample has {_in_words(value)}. Only tensors of the CPU that need no gradient, arrays and plain data "
+            f"are passed on: convert it, in a data service by before_cache or after_cache"
+        )
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes values of what :class:`_Pickler` has written. Nothing else is looked for, or called."""
+
+    def __init__(self, file: io.BytesIO, buffers: Iterator[memoryview]) -> None:
+        super().__init__(file)
+        self._buffers = buffers
+
+    def persistent_load(self, reference: Any) -> Any:
+        make, *parts = reference
+        return _MAKE[make](self._buffers, *parts)
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise CorruptSampleError(f"the sample in memory refers to {module}.{name}, which no sample does")
+
+
+def _is_named(dtype: np.dtype[Any]) -> bool:
+    """True if a dtype is known by its name: it has no objects, no fields, and is of no other package."""
+    return not dtype.hasobject and np.dtype(dtype.str) == dtype
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    """True if dtype, shape and bytes describe a tensor."""
+    dense = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return dense and not tensor.requires_grad and not tensor.is_quantized
+
+
+def _bytes_of_tensor(tensor: torch.Tensor) -> memoryview:
+    if not tensor.numel():
+        return memoryview(b"")
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.unsqueeze(-1).view(torch.uint8).reshape(-1).numpy().data  # the stride of one element may be any
+
+
+def _module_of(kind: type) -> str:
+    """Module in which others find a class. In processes that ``multiprocessing`` has started, the script has another
+    name."""
+    return "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
+
+
+def _in_words(value: Any) -> str:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, torch.Tensor):
+        gradient = ", requires_grad" if value.requires_grad else ""
+        return f"a {kind} ({value.layout}, {value.device}{gradient})"
+    return f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"an object of the type {kind}"
+
+
+def _tensor(buffers: Iterator[memoryview], name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    memory, dtype = next(buffers), getattr(torch, name)
+    if not len(memory):
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=dtype).view(shape)
+
+
+def _array(buffers: Iterator[memoryview], name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    return np.ndarray(shape, name, next(buffers))
+
+
+def _bytes(buffers: Iterator[memoryview]) -> bytes:
+    return bytes(next(buffers))
+
+
+def _scalar(_: Iterator[memoryview], name: str, text: str) -> Any:
+    """A scalar, whose bytes are the characters of the text."""
+    return np.frombuffer(text.encode("latin-1"), name)[0]
+
+
+def _named_tuple(_: Iterator[memoryview], module: str, name: str, *items: Any) -> Any:
+    """A named tuple of a class in a module that is there: nothing is imported."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_make")):
+        raise UnsupportedSampleError(
+            f"the sample has a named tuple {module}.{name}, and found {found!r} by this name: define the class in a "
+            f"module, and import {module} before"
+        )
+    return found._make(items)
+
+
+_MAKE: dict[str, Callable[..., Any]] = {
+    function.__name__: function for function in (_tensor, _array, _bytes, _scalar, _named_tuple)
+}

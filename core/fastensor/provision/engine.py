@@ -11,7 +11,7 @@ says how many it has given out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from fastensor.data.plan import EpochPlan
@@ -59,7 +59,7 @@ class Registration:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Position at which a loader begins, or goes on."""
+    """Place at which a loader begins, or goes on: that of a batch."""
 
     plan: EpochPlan
     epoch: int
@@ -69,6 +69,12 @@ class Start:
     """Counts the starts of a loader at places of its choice. Batches of an earlier generation are of no use."""
     index: int = 0
     """The number, in this generation, of the batch that comes first. Not 0 if a service is to go on for another one."""
+
+    def following(self) -> Start:
+        """The place of the next batch: after the last one of an epoch, the beginning of the next epoch."""
+        consumed = self.plan.consumed_after(1, self.consumed)
+        epoch, consumed = (self.epoch, consumed) if self.plan.steps(consumed) else (self.epoch + 1, 0)
+        return replace(self, epoch=epoch, consumed=consumed, index=self.index + 1)
 
 
 class Cost(NamedTuple):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Generic, TypeAlias, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from fastensor.data.coalescing import Integers
 from fastensor.data.plan import EpochPlan, Positions
@@ -14,13 +13,14 @@ from fastensor.provision.engine import Registration, Start
 from fastensor.provision.next_uses import Schedule
 
 _Key: TypeAlias = tuple[object, ...]
+_MOST_ORDERS = 8
+"""Orders that are kept at the same time. One more makes the oldest forgotten, and computed anew if it is used."""
 
 
 class Orders:
     """The orders of epochs, each computed once for all ranks, and the one of them that the cache follows.
 
-    Loaders that differ in nothing but their ranks and batch sizes have one order. The cache follows the order that
-    began first, until no loader has it any more.
+    Loaders that differ in nothing but their ranks and batch sizes have one order.
     """
 
     def __init__(self) -> None:
@@ -33,6 +33,11 @@ class Orders:
     def order(self, plan: EpochPlan, epoch: int) -> Positions:
         """The samples of an epoch."""
         return self._schedule(plan).order(epoch)
+
+    def positions_of(self, batch: Start) -> Positions:
+        """The samples of a batch."""
+        order = self.order(batch.plan, batch.epoch)
+        return next(batch.plan.batches(batch.epoch, batch.consumed, order=order))
 
     def follow(self, plan: EpochPlan, position: int) -> Schedule:
         """Let the cache follow an order from a position on."""
@@ -53,15 +58,14 @@ class Orders:
         """
         assert self.followed is not None
         begin = position if key_of(plan) == self.followed else self.position
-        return self._schedules[self.followed].next_uses_of(samples, from_position=begin)
-
-    def keep(self, plans: Iterable[EpochPlan]) -> None:
-        """Forget orders that no loader has any more, unless the cache follows them."""
-        kept = {key_of(plan) for plan in plans} | {self.followed}
-        self._schedules = {key: schedule for key, schedule in self._schedules.items() if key in kept}
+        return self._schedules[self.followed].next_uses(samples, from_position=begin)
 
     def _schedule(self, plan: EpochPlan) -> Schedule:
-        return self._schedules.setdefault(key_of(plan), Schedule(plan))
+        if (key := key_of(plan)) not in self._schedules:
+            kept = {*[*self._schedules][1 - _MOST_ORDERS :], self.followed}
+            self._schedules = {known: schedule for known, schedule in self._schedules.items() if known in kept}
+            self._schedules[key] = Schedule(plan)
+        return self._schedules[key]
 
 
 def key_of(plan: EpochPlan) -> _Key:
@@ -70,51 +74,8 @@ def key_of(plan: EpochPlan) -> _Key:
     return (plan.n, plan.seed, plan.shuffle, *blocks)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Position of a batch in a loader's epochs."""
-
-    generation: int
-    index: int
-    epoch: int
-    consumed: int
-    """Samples of the epoch that all ranks together take before this batch."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch(Place):
-    """A batch of a loader."""
-
-    positions: Positions
-
-
-P = TypeVar("P", bound=Place)
-
-
-def places_from(start: Start) -> Iterator[Place]:
-    """The places of a loader's batches, from one epoch to the next, without an end; none if epochs have none."""
-    plan, epoch, consumed, index = start.plan, start.epoch, start.consumed, start.index
-    while plan.steps():
-        for _ in range(plan.steps(consumed)):
-            yield Place(start.generation, index, epoch, consumed)
-            consumed = plan.consumed_after(1, consumed)
-            index += 1
-        epoch, consumed = epoch + 1, 0
-
-
-def batch_at(plan: EpochPlan, place: Place, orders: Orders) -> Batch:
-    """The batch at a place."""
-    positions = next(plan.batches(place.epoch, place.consumed, order=orders.order(plan, place.epoch)))
-    return Batch(place.generation, place.index, place.epoch, place.consumed, positions)
-
-
-def batches_from(start: Start, orders: Orders) -> Iterator[Batch]:
-    """The batches of a loader, as :func:`places_from`."""
-    return (batch_at(start.plan, place, orders) for place in places_from(start))
-
-
 @dataclass(slots=True)
-class Flow(Generic[P]):
+class Flow:
     """The batches of a loader: which one is made next, and how far they are ahead of the trainer."""
 
     number: int
@@ -128,12 +89,8 @@ class Flow(Generic[P]):
     """Those before this number are made, or were."""
     nbytes: int = 0
     """Bytes reserved for the next batch; 0 if none was made yet."""
-    needed: int = FIRST
-    """Number of batches ahead that keep the trainer from waiting, as far as was measured."""
-    upcoming: P | None = None
-    """Next batch to be made; None if there is none."""
-    _batches: Iterator[P] = field(default_factory=lambda: iter(()))
-    _pace: ClientPace = field(default_factory=ClientPace)
+    upcoming: Start | None = None
+    """Place of the next batch to be made; None if there is none."""
 
     @property
     def has_credit(self) -> bool:
@@ -151,43 +108,38 @@ class Flow(Generic[P]):
         buffer, ahead = self.registration.buffer_nbytes, self.registration.ahead
         return self.nbytes or min(buffer // max(ahead, 2), buffer // 2)
 
-    def begin(self, start: Start, batches: Iterator[P]) -> None:
-        """Go on somewhere else.
-
-        Args:
-            start: where.
-            batches: from there on.
-        """
+    def begin(self, start: Start) -> None:
+        """Go on somewhere else."""
         self.plan, self.generation = start.plan, start.generation
         self.taken = self.issued = start.index
-        self._batches = batches
-        self.upcoming = next(batches, None)
+        if not start.plan.steps(start.consumed):
+            start = replace(start, epoch=start.epoch + 1, consumed=0)
+        self.upcoming = start if start.plan.steps() else None
 
-    def credit(self, generation: int, taken: int, waited_seconds: float, *, now: float) -> None:
+    def take(self, generation: int, taken: int) -> bool:
         """The trainer has been given batches before this number. It may have got some of them from a server that has
-        ended: they are not made. What it says of other generations is of no use."""
-        if generation == self.generation and self.taken < taken <= self.issued + self.registration.ahead:
-            while self.issued < taken and self.upcoming is not None:
-                self.issue()
-            self.taken = min(taken, self.issued)
-            self._pace = self._pace.taken(at=now, waited=waited_seconds)
-            self.needed = self._pace.needed(self.nbytes)
+        ended: they are not made. False if that is of another generation, or makes no sense, and is of no use."""
+        if generation != self.generation or not self.taken < taken <= self.issued + self.registration.ahead:
+            return False
+        while self.issued < taken and self.upcoming is not None:
+            self.issue()
+        self.taken = min(taken, self.issued)
+        return True
 
-    def issue(self) -> P:
+    def issue(self) -> Start:
         """Take what is to be made next."""
         batch = self.upcoming
         assert batch is not None
-        self.issued, self.upcoming = batch.index + 1, next(self._batches, None)
+        self.issued, self.upcoming = batch.index + 1, batch.following()
         return batch
 
-    def measured(self, nbytes: int, seconds: float) -> None:
-        """A batch of so many bytes was made, so many seconds after it was decided to make it."""
-        self._pace = self._pace.made(nbytes=nbytes, seconds=seconds)
+    def measured(self, nbytes: int) -> None:
+        """A batch of so many bytes was made."""
         self.nbytes = max(nbytes, self.nbytes - self.nbytes // 16)  # one that is unusually large is forgotten later
 
 
 @dataclass(slots=True)
-class BatchStream(Flow[Batch]):
+class BatchStream(Flow):
     """A loader whose batches are sent through a ring."""
 
     ring: SlotWriter = field(kw_only=True)
@@ -195,11 +147,29 @@ class BatchStream(Flow[Batch]):
     """True if its client has ended. What is still made for it is thrown away."""
     served: int = -1
     """The number of the task that makes its latest batch; -1 if there was none."""
+    needed: int = FIRST
+    """Number of batches ahead that keep the trainer from waiting, as far as was measured."""
+    _pace: ClientPace = field(default_factory=ClientPace)
+    _looked_up: tuple[Start, Positions] | None = None
+    """The batch whose samples were looked up last, and these: it is looked at whenever a worker is free."""
+
+    def positions(self, orders: Orders) -> Positions:
+        """The samples of the upcoming batch."""
+        assert self.upcoming is not None
+        if self._looked_up is None or self._looked_up[0] is not self.upcoming:
+            self._looked_up = self.upcoming, orders.positions_of(self.upcoming)
+        return self._looked_up[1]
 
     @property
     def turn(self) -> tuple[bool, int, int]:
         """The key by which loaders are sorted when a worker is free."""
         return turn(self.ahead, self.needed, self.served)
+
+    def credit(self, generation: int, taken: int, waited_seconds: float, *, now: float) -> None:
+        """See :meth:`take`. The trainer has waited so long for the last batch, which it has taken now."""
+        if self.take(generation, taken):
+            self._pace = self._pace.taken(at=now, waited=waited_seconds)
+            self.needed = self._pace.needed()
 
     def made(self, slot: Slot | None, nbytes: int, *, is_in_slot: bool, seconds: float) -> Slot:
         """A batch was made. Returns the slot that it is in; one without a number if it is in memory of its own.
@@ -209,7 +179,8 @@ class BatchStream(Flow[Batch]):
             nbytes: that it has.
             seconds: that it took.
         """
-        self.measured(nbytes, seconds)
+        self.measured(nbytes)
+        self._pace = self._pace.made(seconds=seconds)
         if slot is not None and is_in_slot:
             return self.ring.shrink(slot, nbytes)
         self.free(slot)

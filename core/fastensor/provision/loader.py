@@ -159,7 +159,7 @@ class ProvisionedLoader(EpochLoader):
         while plan.steps(progress.consumed):
             progress = progress.after_step(plan)
             with self._known_next():
-                content = self._content_of_next(plan, progress)
+                content = self._content_of_next()
             yield self._decoded(content)
             del content  # or its memory would be kept until the next batch is here
 
@@ -185,11 +185,8 @@ class ProvisionedLoader(EpochLoader):
             self._next = replace(wanted, generation=wanted.generation + 1, index=0)
         self._talk(lambda feed: None)
 
-    def _content_of_next(self, plan: EpochPlan, progress: Progress) -> memoryview:
+    def _content_of_next(self) -> memoryview:
         """The next batch, in turn.
-
-        Args:
-            progress: when it is given out.
 
         Raises:
             BatchError: it cannot be made, or has not come in time. It counts as given out.
@@ -199,7 +196,7 @@ class ProvisionedLoader(EpochLoader):
         waited_seconds = time.perf_counter() - began
         if pushed is not None and not pushed.failure:
             self._count(pushed, waited_seconds)
-        self._pass(plan, progress, waited_seconds)
+        self._pass(waited_seconds)
         if pushed is None:
             self._late.add(self._next.index - 1)
             raise BatchError(
@@ -220,12 +217,10 @@ class ProvisionedLoader(EpochLoader):
             self._sort_in(self._talk(lambda feed: feed.pushed(seconds)))  # noqa: B023  # called at once
         return pushed
 
-    def _pass(self, plan: EpochPlan, progress: Progress, waited_seconds: float) -> None:
+    def _pass(self, waited_seconds: float) -> None:
         """The next batch counts as given out. Whoever knows how many there are does not ask once more after the last
         one of an epoch."""
-        is_last = not plan.steps(progress.consumed)
-        epoch, consumed = (progress.epoch + 1, 0) if is_last else (progress.epoch, progress.consumed)
-        self._next = replace(self._next, epoch=epoch, consumed=consumed, index=self._next.index + 1)
+        self._next = self._next.following()
         self._talk(lambda feed: feed.credit(self._next.generation, self._next.index, waited_seconds=waited_seconds))
         self._recoveries = 0
 

@@ -77,7 +77,7 @@ GAUGES: Mapping[str, str] = {
     "used_nbytes": "Bytes of the cache that are in use",
     "nbytes": "Bytes of the cache",
 }
-"""The state of a cache, by the fields of :class:`Cached`."""
+"""Descriptions of the gauges of a cache, by the attributes of :class:`~fastensor.provision.cache.SampleCache`."""
 WAITS = "Waits of clients for a batch"
 EVICTIONS = "Samples that had to make room in the cache"
 
@@ -155,16 +155,6 @@ class Served:
             self.seconds + other.seconds,
             self.waits + other.waits,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Cached:
-    """The state of a cache."""
-
-    samples: int
-    used_nbytes: int
-    nbytes: int
-    evictions: int
 
 
 def table(rows: Mapping[str, Served]) -> str:

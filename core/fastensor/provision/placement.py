@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice, repeat, takewhile
 from pathlib import Path
-from typing import NamedTuple
 
 _DISPLAY = 0x03
 _ACCELERATOR = 0x12
@@ -21,20 +20,8 @@ _ACCELERATOR = 0x12
 _VGA = 0x0300
 _VENDORS = {0x10DE: "NVIDIA", 0x1002: "AMD"}
 """Whose VGA-compatible devices compute. Those of others are the consoles of servers."""
-_MOST_CPUS = 1 << 16
-"""More than a kernel can have: a larger number in a list is an error."""
 _ON_PCI = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 """A host bridge, or a device."""
-_CPU_RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
-
-
-class _Distance(NamedTuple):
-    """Distance of two devices: the less, the nearer."""
-
-    level: int
-    """0: below the same host bridge; 1: on the same NUMA node, or it is unknown; 2: on different ones."""
-    hops: int
-    """Bridges and switches between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +35,6 @@ class PciDevice:
     numa_node: int | None
     cpus: frozenset[int]
     """Processors that are next to it. Empty if the system does not say."""
-
-
-@dataclass(frozen=True, slots=True)
-class NetworkCard:
-    """A network card that is connected, or may be."""
-
-    name: str
-    """As UCX calls it: ``mlx5_0:1`` for a port of an RDMA device, or the name of the interface, such as ``eth0``."""
-    device: PciDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +62,12 @@ def placements(root: Path = Path("/")) -> dict[str, Placement]:
         root: where ``sys`` is mounted, or was recorded.
 
     Raises:
-        ValueError: a file has something else than the kernel would write there; the message names it.
+        ValueError: a file has something else than the kernel would write there.
     """
-    gpus, cards = list(_gpus(root)), list(_network_cards(root))
+    cards = dict(_network_cards(root))
     taken: dict[tuple[str, ...], int] = {}
     found = {}
-    for gpu in gpus:
+    for gpu in _gpus(root):
         nearest = _nearest(gpu, cards)
         turn = taken[nearest] = taken.get(nearest, -1) + 1
         nic = nearest[turn % len(nearest)] if nearest else None
@@ -144,14 +122,8 @@ def parsed_cpus(text: str) -> frozenset[int]:
     >>> sorted(parsed_cpus("0-2,8,10-11"))
     [0, 1, 2, 8, 10, 11]
     """
-    cpus: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        found = _CPU_RANGE.fullmatch(part)
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-        if not first <= last < _MOST_CPUS:
-            raise ValueError(f"expected processors such as 0-3,8, found {text[:80]!r}")
-        cpus.update(range(first, last + 1))
-    return frozenset(cpus)
+    ranges = (part.partition("-") for part in text.strip().split(",") if part)
+    return frozenset(chain.from_iterable(range(int(first), int(last or first) + 1) for first, _, last in ranges))
 
 
 def listed_cpus(cpus: frozenset[int]) -> str:
@@ -167,21 +139,21 @@ def listed_cpus(cpus: frozenset[int]) -> str:
     )
 
 
-def _nearest(gpu: PciDevice, cards: list[NetworkCard]) -> tuple[str, ...]:
-    """The nearest cards, of the kind that is better: whoever has RDMA, wants to use it."""
-    usable = [card for card in cards if ":" in card.name] or cards
-    distances = {card.name: _distance(gpu, card.device) for card in usable}
+def _nearest(gpu: PciDevice, cards: Mapping[str, PciDevice]) -> tuple[str, ...]:
+    """The names of the nearest cards, of the kind that is better: whoever has RDMA, wants to use it."""
+    usable = [name for name in cards if ":" in name] or list(cards)
+    distances = {name: _distance(gpu, cards[name]) for name in usable}
     least = min(distances.values(), default=None)
     return tuple(name for name, distance in distances.items() if distance == least)
 
 
-def _distance(one: PciDevice, other: PciDevice) -> _Distance:
+def _distance(one: PciDevice, other: PciDevice) -> tuple[int, int]:
+    """How far two devices are from each other. The first number is 0 below one host bridge; 1 on one NUMA node, or if
+    that is unknown; 2 on different ones. The second one is of the bridges and switches between them."""
     common = sum(1 for _ in takewhile(lambda parts: parts[0] == parts[1], zip(one.path, other.path, strict=False)))
     hops = len(one.path) + len(other.path) - 2 * common
-    if common:
-        return _Distance(0, hops)
     differ = None not in (one.numa_node, other.numa_node) and one.numa_node != other.numa_node
-    return _Distance(2 if differ else 1, hops)
+    return 0 if common else 2 if differ else 1, hops
 
 
 def _gpus(root: Path) -> Iterator[PciDevice]:
@@ -194,17 +166,18 @@ def _gpus(root: Path) -> Iterator[PciDevice]:
             yield device
 
 
-def _network_cards(root: Path) -> Iterator[NetworkCard]:
-    """Ports of RDMA devices, then interfaces. Those that are down are left out."""
+def _network_cards(root: Path) -> Iterator[tuple[str, PciDevice]]:
+    """Names and devices of ports of RDMA devices (``mlx5_0:1``), then of interfaces (``eth0``), as UCX calls them.
+    Those that are down are left out."""
     for entry in _entries(root / "sys/class/infiniband"):
         device = _device(root, entry / "device")
         for port in _entries(entry / "ports"):
             if device and _text(port / "state") in ("", "4: ACTIVE"):
-                yield NetworkCard(f"{entry.name}:{port.name}", device)
+                yield f"{entry.name}:{port.name}", device
     for entry in _entries(root / "sys/class/net"):
         device = _device(root, entry / "device")
         if device and _text(entry / "operstate") in ("", "up", "unknown"):
-            yield NetworkCard(entry.name, device)
+            yield entry.name, device
 
 
 def _device(root: Path, link: Path) -> PciDevice | None:
@@ -218,10 +191,8 @@ def _device(root: Path, link: Path) -> PciDevice | None:
     folder = Path(tree, *path)
     node = _number(folder / "numa_node")
     numa_node = None if node is None or node < 0 else node
-    cpus = _cpus(folder / "local_cpulist")
-    if not cpus and numa_node is not None:
-        cpus = _cpus(root / f"sys/devices/system/node/node{numa_node}/cpulist")
-    return PciDevice(path[-1], path, numa_node, cpus)
+    of_node = root / f"sys/devices/system/node/node{numa_node}/cpulist"
+    return PciDevice(path[-1], path, numa_node, parsed_cpus(_text(folder / "local_cpulist") or _text(of_node)))
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -231,19 +202,9 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def _cpus(path: Path) -> frozenset[int]:
-    try:
-        return parsed_cpus(_text(path))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
 def _number(path: Path) -> int | None:
     text = _text(path)
-    try:
-        return int(text, 0) if text else None
-    except ValueError as error:
-        raise ValueError(f"{path}: expected a number, found {text[:80]!r}") from error
+    return int(text, 0) if text else None
 
 
 def _text(path: Path) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,9 @@ import numpy as np
 from fastensor.data.coalescing import Integers
 from fastensor.data.plan import EpochPlan, Positions
 from fastensor.data.ring import Slot
-from fastensor.provision.cache import Cache
+from fastensor.provision.cache import SampleCache
 from fastensor.provision.engine import Facts, Start
-from fastensor.provision.feeding import Batch, BatchStream, Orders, Preloading, key_of
-from fastensor.provision.sample_cache import SampleCache
+from fastensor.provision.feeding import BatchStream, Orders, Preloading, key_of
 from fastensor.provision.work import Done, Work
 
 _NONE = np.zeros(0, np.int64)
@@ -23,24 +22,10 @@ _MOST_ATTEMPTS = 3
 """A task that so many workers have been killed with is not given to another one."""
 _NEIGHBOURS = 16
 """Number of consecutive samples that one server keeps."""
+_STRANGE = 32
+"""The cache follows another order when so many batches in a row were of other orders than its own."""
 _MOST_PRELOADED = 16
 """Samples that are read together for the cache only. A batch may have to wait for them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The samples that one of several servers keeps."""
-
-    number: int
-    of: int
-    """The number of servers."""
-
-    def own(self, positions: Positions) -> Positions:
-        """Those of the samples that it keeps."""
-        return positions if self.of == 1 else positions[owners(positions, self.of) == self.number]
-
-
-ALL = Share(0, 1)
 
 
 def owners(positions: Positions, servers: int) -> Positions:
@@ -55,8 +40,8 @@ class Task:
     number: int
     stream: BatchStream | None
     """Whom the batch is for. None: only samples are read."""
-    batch: Batch | None
-    """None: the samples are read for the cache only."""
+    batch: Start | None
+    """Its place. None: the samples are read for the cache only."""
     plan: EpochPlan
     position: int
     """In the order of all epochs: when the samples are used next, at the earliest."""
@@ -77,16 +62,19 @@ class Tasks:
 
     Args:
         facts: of the service.
-        share: of the samples that are kept here.
+        server: the number of the server that keeps samples here.
+        servers: how many there are. Each has its part of the samples, and of the cache.
     """
 
-    def __init__(self, facts: Facts, *, share: Share = ALL) -> None:
+    def __init__(self, facts: Facts, *, server: int = 0, servers: int = 1) -> None:
         self.orders = Orders()
-        self._share = share
-        self._samples = facts.samples if share.of == 1 else len(share.own(np.arange(facts.samples)))
-        self.cache = SampleCache(
-            Cache(facts.samples, nbytes=facts.cache_nbytes) if facts.cache_nbytes and facts.samples else None
-        )
+        self._server, self._servers = server, servers
+        begins = range(server * _NEIGHBOURS, facts.samples, servers * _NEIGHBOURS)
+        self._samples = len(begins) * _NEIGHBOURS - max(begins[-1] + _NEIGHBOURS - facts.samples, 0) if begins else 0
+        """The number of samples that are kept here."""
+        self.cache = SampleCache(facts.samples, nbytes=facts.cache_nbytes // servers if facts.samples else 0)
+        self._strange = 0
+        """Batches in a row that were not of the order that the cache follows."""
         self._numbers = 0
         self._again: list[Task] = []
         """Tasks of workers that were killed."""
@@ -94,38 +82,14 @@ class Tasks:
         self._cache_is_full = False
         """True if it has had no room for samples that come next, and no batch was made since."""
 
-    def start(self, start: Start, plans: Collection[EpochPlan]) -> None:
-        """A loader begins, or preloading does: the cache follows its order, unless another loader has the order that it
-        follows now.
-
-        Args:
-            start: where.
-            plans: of all loaders that there are.
-        """
-        self.orders.keep([*plans, start.plan])
-        followed = self.orders.followed
-        if followed in (None, key_of(start.plan)) or followed not in map(key_of, plans):
-            self._follow(start.plan, start.epoch * start.plan.n + start.consumed)
-
-    def left(self, loaders: Iterable[BatchStream]) -> None:
-        """A loader has gone. If the cache has followed its order, and no other loader has that, it follows the order of
-        one that is left, from the batch on that this one gets next.
-
-        Args:
-            loaders: all that are left.
-        """
-        going_on = [(one.plan, one.upcoming) for one in loaders if one.plan is not None and one.upcoming is not None]
-        if going_on and self.orders.followed not in [key_of(plan) for plan, _ in going_on]:
-            plan, upcoming = going_on[0]
-            self._follow(plan, upcoming.epoch * plan.n + upcoming.consumed)
-            self.orders.keep(plan for plan, _ in going_on)
-
-    def _follow(self, plan: EpochPlan, position: int) -> None:
-        """Let the cache follow an order, and be filled in it, from a position on."""
+    def start(self, start: Start) -> None:
+        """Let the cache follow an order, and be filled in it, from a place on."""
+        plan, position = start.plan, start.epoch * start.plan.n + start.consumed
+        self._strange = 0
         schedule = self.orders.follow(plan, position)
-        if self.cache.places is not None:
-            self.cache.places.reschedule(schedule.next_uses(from_position=position))
-            size = min(plan.batch_size, _MOST_PRELOADED) * self._share.of
+        if self.cache.nbytes:
+            self.cache.reschedule(schedule.next_uses(np.arange(plan.n), from_position=position))
+            size = min(plan.batch_size, _MOST_PRELOADED) * self._servers
             self._preloading = Preloading(plan, position, size=size)
             self._cache_is_full = False
 
@@ -140,24 +104,27 @@ class Tasks:
             if task.stream is not None and not task.stream.is_gone:
                 return task
         for stream in sorted((one for one in loaders if one.has_credit), key=lambda one: one.turn):
-            if stream.upcoming is None or self.cache.awaits(stream.upcoming.positions):
+            if self.cache.awaits(positions := stream.positions(self.orders)):
                 continue  # samples that are read now are not read twice
             placed = stream.ring.place(stream.room_nbytes)
             if placed is not None or not stream.ahead:  # there is room again when the trainer drops a batch
-                assert stream.plan is not None
-                task = self.task_of(stream.plan, stream.issue())
+                task = self.task_of(stream.issue(), positions)
                 stream.served = task.number
                 return replace(task, stream=stream, slot=None if placed is None else placed[0])
         return None
 
-    def task_of(self, plan: EpochPlan, batch: Batch) -> Task:
-        """Task that reads for a batch: the samples of it that are kept here."""
-        begin = batch.epoch * plan.n
+    def task_of(self, batch: Start, positions: Positions) -> Task:
+        """Task that reads for a batch: the samples of it that are kept here. The cache follows its order, unless it
+        follows another one that is in use."""
+        plan, begin = batch.plan, batch.epoch * batch.plan.n
+        self._strange = 0 if self.orders.followed == key_of(plan) else self._strange + 1
+        if self.orders.followed is None or self._strange > _STRANGE:
+            self.start(batch)
         after = begin + plan.consumed_after(1, batch.consumed)
         self.orders.passed(plan, begin + batch.consumed)
         if self._preloading is not None and key_of(plan) == self.orders.followed:
             self._preloading.passed(after)
-        return Task(self._next_number(), None, batch, plan, after, self._share.own(batch.positions))
+        return Task(self._next_number(), None, batch, plan, after, self._own(positions))
 
     def next_preload(self) -> Task | None:
         """Samples that the cache has not, and that will be used soon."""
@@ -165,13 +132,13 @@ class Tasks:
             if (found := self._preloading.next_chunk(self.orders)) is None:
                 return None
             position, chunk = found
-            if len(lacking := self.cache.lacking(self._share.own(chunk))):
+            if len(lacking := self.cache.lacking(self._own(chunk))):
                 self._preloading.found_missing()
                 if not self.cache.would_keep(len(lacking), position + len(chunk)):
                     self._preloading.go_back(position)
                     self._cache_is_full = True
                     return None
-                self.cache.counts.preloaded += len(lacking)
+                self.cache.counts["preloaded"] += len(lacking)
                 return Task(self._next_number(), None, None, self._preloading.plan, position, lacking)
         return None
 
@@ -183,8 +150,8 @@ class Tasks:
         epoch = 0 if task.batch is None else task.batch.epoch
         if task.batch is not None:
             hits = int((task.offsets >= 0).sum())
-            self.cache.counts.hits += hits
-            self.cache.counts.misses += len(task.positions) - hits
+            self.cache.counts["hits"] += hits
+            self.cache.counts["misses"] += len(task.positions) - hits
         where = (task.slot.offset, task.slot.nbytes) if task.slot is not None else (0, 0)
         return Work(task.number, loader, task.plan.seed, epoch, *where, task.positions, task.offsets, lengths)
 
@@ -197,7 +164,7 @@ class Tasks:
         if task.batch is None:
             self.cache.not_readable(np.setdiff1d(task.positions[task.offsets < 0], done.read))
         self.finished(task)
-        offsets = self.cache.place(done.read, done.lengths, self._next_uses(task, done.read))
+        offsets = self.cache.store(done.read, done.lengths, self._next_uses(task, done.read))
         task.writes = done.read[offsets >= 0]
         self._cache_is_full = task.batch is None and len(task.writes) < len(done.read)
         if self._cache_is_full and self._preloading is not None:
@@ -230,18 +197,21 @@ class Tasks:
 
     def status(self) -> dict[str, Any]:
         """Counts, for people and monitors."""
-        cache = self.cache.places
-        counts = asdict(self.cache.counts)
-        if cache is None:
-            return {**counts, "is_filled": True}
-        has_all = cache.samples + self.cache.unreadable == self._samples
+        cache = self.cache
+        if not cache.nbytes:
+            return {**cache.counts, "is_filled": True}
+        has_all = cache.samples + cache.unreadable == self._samples
         return {
-            **counts,
+            **cache.counts,
             "cached_samples": cache.samples,
             "cached_nbytes": cache.used_nbytes,
             "evictions": cache.evictions,
             "is_filled": self._cache_is_full or cache.evictions > 0 or has_all,
         }
+
+    def _own(self, positions: Positions) -> Positions:
+        """Those of the samples that are kept here."""
+        return positions if self._servers == 1 else positions[owners(positions, self._servers) == self._server]
 
     def _next_uses(self, task: Task, samples: Integers) -> Integers:
         if not len(samples):

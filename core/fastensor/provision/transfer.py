@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastensor.backends.streams import Copies, Event, used_on_current, wait_for
 
@@ -32,16 +33,16 @@ class DeviceCopies:
     def __call__(self, batch: Any) -> Any:
         """The batch, with its tensors on the device. Everything else stays as it is."""
         if self._copies.device is None:
-            return mapped(lambda tensor: tensor.to(self._device), batch)
+            return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), batch)
         self._turn ^= 1
         wait_for(self._copied[self._turn])
         self._make_room(batch)
         self._used_nbytes = 0
         with self._copies.entered():
-            copy = mapped(self._copy, batch)
+            copy = tree_map_only(torch.Tensor, self._copy, batch)
             self._copied[self._turn] = self._copies.events()
         self._copies.precede_current()
-        mapped(used_on_current, copy)
+        tree_map_only(torch.Tensor, used_on_current, copy)
         return copy
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -54,23 +55,9 @@ class DeviceCopies:
         return copy
 
     def _make_room(self, batch: Any) -> None:
-        sizes: list[int] = []
-        mapped(lambda tensor: sizes.append(_aligned_nbytes(tensor)), batch)
-        if sum(sizes) > len(self._pinned[self._turn]):
-            self._pinned[self._turn] = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
-
-
-def mapped(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:
-    """The batch with each tensor in lists, tuples and dicts replaced by what the function returns for it."""
-    if isinstance(batch, torch.Tensor):
-        return function(batch)
-    if isinstance(batch, dict):
-        return {key: mapped(function, value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(mapped(function, value) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(mapped(function, value) for value in batch)
-    return batch
+        nbytes = sum(_aligned_nbytes(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+        if nbytes > len(self._pinned[self._turn]):
+            self._pinned[self._turn] = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _aligned_nbytes(tensor: torch.Tensor) -> int:

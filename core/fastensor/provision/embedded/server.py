@@ -25,7 +25,6 @@ from functools import partial
 from typing import Any
 
 from fastensor.data.connection import Connection, ConnectionLost, Message
-from fastensor.data.plan import EpochPlan
 from fastensor.data.ring import shared_memory
 from fastensor.data.serving import LocalServer
 from fastensor.files.arguments import check_whole
@@ -48,7 +47,6 @@ from fastensor.provision.embedded.protocol import (
 from fastensor.provision.embedded.spec import facts_of
 from fastensor.provision.embedded.workers import WorkerProcess
 from fastensor.provision.engine import Start, cost_of_batch
-from fastensor.provision.feeding import BatchStream, batches_from
 from fastensor.provision.placement import Placement, placements, worker_cpus
 from fastensor.provision.tasks import Task, Tasks
 from fastensor.provision.work import Done
@@ -99,11 +97,10 @@ class EmbeddedServer(LocalServer[Client]):
                     self._introduce(client, one)
             case Start() as start:
                 self._check(start)
-                client.registered.begin(start, batches_from(start, self._tasks.orders))
-                self._tasks.start(start, self._plans)
+                client.registered.begin(start)
             case Preload(start):
                 self._check(start)
-                self._tasks.start(start, self._plans)
+                self._tasks.start(start)
             case Credit() as credit:
                 client.take_credit(credit)
             case other:
@@ -122,8 +119,6 @@ class EmbeddedServer(LocalServer[Client]):
             raise ConnectionLost(f"its plan is of {start.plan.n} samples, and the service has {self._facts.samples}")
 
     def dropped(self, client: Client) -> None:
-        if client.stream is not None:
-            self._tasks.left(self._streams)
         for one in self._workers:
             self._tell(one, ForgetLoader(client.number))
 
@@ -140,16 +135,6 @@ class EmbeddedServer(LocalServer[Client]):
         }
 
     # Workers
-
-    @property
-    def _streams(self) -> list[BatchStream]:
-        """Streams of all loaders."""
-        return [client.stream for client in self.clients.values() if client.stream is not None]
-
-    @property
-    def _plans(self) -> list[EpochPlan]:
-        """Plans of all loaders that have begun."""
-        return [stream.plan for stream in self._streams if stream.plan is not None]
 
     def _give_some(self, one: WorkerProcess) -> bool:
         """Give a worker the work that is needed most. Returns whether there is some."""

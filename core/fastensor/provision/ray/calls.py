@@ -1,17 +1,13 @@
-"""Messages between the processes of a service on Ray, and the record that all of them find by its name.
+"""Messages between the processes of a service on Ray, and the user's objects, which Ray keeps for them.
 
-The facts of a service and the user's objects are kept by Ray's global control store, where actors find them whenever
-Ray starts them again. The objects are pickled by ``cloudpickle``, as those of Ray's tasks are, so functions of a script
-or a notebook come along.
+Ray's global control store keeps the objects, so that actors find them whenever Ray starts them again. They are pickled
+by ``cloudpickle``, as those of Ray's tasks are, so functions of a script or a notebook come along.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
-import secrets
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,10 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from ray import cloudpickle
 
-from fastensor.data.plan import EpochPlan
 from fastensor.data.skipping import OnError, Skipped
-from fastensor.provision.engine import Cost, EngineLost, Facts
-from fastensor.provision.feeding import Place
+from fastensor.provision.engine import Cost, EngineLost, Facts, Start
 from fastensor.provision.pickling import pickling
 from fastensor.provision.ray import names
 
@@ -30,45 +24,35 @@ if TYPE_CHECKING:
     from fastensor.provision.making import UserObjects
 
 
+class Service(NamedTuple):
+    """A service, as all its processes know it."""
+
+    name: str
+    facts: Facts
+    contents_key: str
+    """Under this key :mod:`fastensor.provision.ray.names` keeps the user's objects. A service that is started again has
+    another one."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """The credit for one batch. Whoever gets it knows the rest: the order of the epoch is a function of the plan."""
+    """The credit for one batch. Its samples are known: the order of the epoch is a function of the plan."""
 
-    loader: str
-    """Its name: that of its client, ``/``, and what tells the client's loaders apart."""
-    plan: EpochPlan
-    place: Place
-    taken: int
-    """Batches of the generation before this number were given out."""
-    needed: int
-    """Number of batches ahead that keep the trainer from waiting."""
+    batch: Start
     waited_seconds: float | None
     """Seconds that the trainer has waited for the batch that it has taken last; None if that was said before."""
     collate_fn: bytes
     """A pickle; empty: as a ``DataLoader`` does it."""
-    servers: int
-    """Number of servers of the service, as the client knows it: it decides which one keeps a sample."""
     on_error: OnError = "raise"
     """Treatment of samples that cannot be made."""
 
 
-def client_of(loader: str) -> str:
-    """The name of the client that a loader is of."""
-    return loader.partition("/")[0]
-
-
 class EncodedSamples(NamedTuple):
-    """The samples of a batch that one server keeps, encoded."""
+    """The samples of a batch that one server keeps."""
 
-    memory: npt.NDArray[np.uint8]
-    """All of them, each at a multiple of :data:`~fastensor.data.ring.ALIGNMENT`."""
-    begins: list[int]
-    lengths: list[int]
+    samples: list[npt.NDArray[np.uint8] | Skipped]
+    """Copies of the encoded samples, or why they cannot be made."""
     cost: Cost
-    seconds: float
-    """Seconds that it took to find them."""
-    skipped: dict[int, Skipped] = {}  # noqa: RUF012  # nobody writes to it
-    """By their places, those that could not be read: they have no bytes."""
 
 
 class Made(NamedTuple):
@@ -77,8 +61,6 @@ class Made(NamedTuple):
     content: npt.NDArray[np.uint8] | None
     """A value of :mod:`fastensor.provision.encoding`."""
     cost: Cost
-    seconds: float
-    """Seconds that it took to make it, without those in which others were served."""
     failure: str = ""
 
 
@@ -96,86 +78,27 @@ def pickled(value: Any, what: str) -> bytes:
     return found
 
 
-class _Published(NamedTuple):
-    """Record of a service. It is kept under one key, the name of the service, so that it comes from one process."""
-
-    facts: Facts
-    paths: list[str]
-    """Paths on which the process that has published it finds modules."""
-    contents_key: str
-    """Under this key the pickled :class:`~fastensor.provision.making.UserObjects` are kept. They may be long, and most
-    processes need only the facts."""
-
-
-def publish(name: str, facts: Facts, contents: bytes) -> Facts:
-    """Keep what a service serves, and where this process finds modules, unless another process has done so.
-
-    Args:
-        contents: the pickled :class:`~fastensor.provision.making.UserObjects`.
-
-    Returns:
-        the facts that count: those of whoever was first.
+def pickled_contents(contents: UserObjects) -> bytes:
+    """The user's objects, and where this process finds modules.
 
     Raises:
-        EngineLost: the service has ended meanwhile.
+        ProvisionError: something cannot be pickled.
     """
-    if names.kept(name) is None:
-        _publish(name, facts, contents)
-    return facts_of(name)
-
-
-def _publish(name: str, facts: Facts, contents: bytes) -> None:
-    """First keep the contents, then what refers to them, unless another process has been quicker with its own.
-
-    The key of the contents is new each time. A digest of them would be the same when a job starts its service again,
-    and the supervisor that is about to end could drop them while they are published anew. If a process is killed within
-    this function, its contents may stay in the memory of the head node until the cluster ends.
-    """
-    contents_key = f"{name}/{secrets.token_hex(8)}"
     paths = [path or os.getcwd() for path in sys.path]
-    published = pickle.dumps(_Published(facts, paths, contents_key))
-    names.keep(contents_key, contents)
-    names.keep(name, published)
-    if names.kept(name) != published:
-        names.drop(contents_key)
+    return pickled((paths, pickled(contents, "the source, or a transform,")), "the path of modules")
 
 
-def facts_of(name: str) -> Facts:
-    """The facts of a service.
-
-    Raises:
-        EngineLost: it has ended.
-    """
-    return _published(name).facts
-
-
-def contents_of(name: str) -> UserObjects:
-    """The user's objects, in a process that finds modules from now on where that one finds them which has published
-    the objects.
+def contents_of(service: Service) -> UserObjects:
+    """The user's objects, in a process that finds modules from now on where that one finds them which has pickled the
+    objects.
 
     Raises:
         EngineLost: the service has ended.
     """
-    published = _published(name)
-    contents = names.kept(published.contents_key)
-    if contents is None:
-        raise EngineLost(f"the data service {name} has ended")
-    sys.path += [path for path in published.paths if path not in sys.path]
-    found: UserObjects = cloudpickle.loads(contents)
-    return found
-
-
-def withdraw(name: str) -> None:
-    """Have nothing kept of a service, nor of its contents."""
-    with suppress(EngineLost):  # that was done before
-        published = _published(name)
-        names.drop(name)
-        names.drop(published.contents_key)
-
-
-def _published(name: str) -> _Published:
-    kept = names.kept(name)
+    kept = names.kept(service.contents_key)
     if kept is None:
-        raise EngineLost(f"the data service {name} has ended")
-    found: _Published = pickle.loads(kept)
+        raise EngineLost(f"the data service {service.name} has ended")
+    paths, contents = cloudpickle.loads(kept)
+    sys.path += [path for path in paths if path not in sys.path]
+    found: UserObjects = cloudpickle.loads(contents)
     return found

@@ -7,28 +7,22 @@ import os
 import secrets
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fastensor.data.plan import EpochPlan
 from fastensor.errors import ProvisionError
 from fastensor.provision.engine import Cost, EngineLost, Facts, Pushed, Registration, Start
-from fastensor.provision.feeding import Flow, Place, places_from
+from fastensor.provision.feeding import Flow
 from fastensor.provision.making import UserObjects
 from fastensor.provision.ray import cluster, names
-from fastensor.provision.ray.calls import BatchRequest, Made, facts_of, pickled, publish
-from fastensor.provision.ray.memory import owned
-from fastensor.provision.ray.server import RayServer
-from fastensor.provision.ray.supervisor import Supervisor
+from fastensor.provision.ray.calls import BatchRequest, Made, Service, pickled, pickled_contents
+from fastensor.provision.ray.supervisor import MOST_RETRIES, Supervisor
 
 PREFIX = "ray:"
 """Prefix of the addresses of services on Ray: ``ray:CLUSTER/NAME``; see
@@ -38,22 +32,9 @@ _ANSWER_SECONDS = 60
 _HEALTH_SECONDS = 35
 """The supervisor answers within this time, even if a server hangs."""
 _RETRY_SECONDS = 0.05
-_MOST_CALLS = 1 << 14
-"""At the same time, by an actor. Those that wait for other servers must leave room for these servers' calls."""
-_MOST_RETRIES = 3
-"""Number of times that a server is started again, before its end is an error."""
 _live: weakref.WeakSet[RayEngine | RayFeed] = weakref.WeakSet()
 _of_parent: list[Any] = []
 """In a forked child, what is Ray's of the parent. To drop it would take locks that the parent's threads may hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """Source and options of a service, for whoever may have to start it."""
-
-    facts: Facts
-    contents: bytes
-    """Pickled, see :func:`fastensor.provision.ray.calls.pickled`."""
 
 
 class RayEngine:
@@ -62,28 +43,30 @@ class RayEngine:
     Args:
         name: of the service.
         address: of the cluster, see :func:`fastensor.provision.ray.cluster.join`.
-        spec: what is to be served, if nothing is yet. None: somebody else has started the service.
+        spec: facts and :func:`~fastensor.provision.ray.calls.pickled_contents` of what is to be served, if nothing is
+            yet. None: somebody else has started the service.
         seconds: for how long to try, at the beginning and when the service was lost.
 
     Raises:
         ProvisionError: the service cannot be started, or reached.
     """
 
-    def __init__(self, name: str, *, address: str, spec: Spec | None = None, seconds: float = _ANSWER_SECONDS) -> None:
+    def __init__(
+        self, name: str, *, address: str, spec: tuple[Facts, bytes] | None = None, seconds: float = _ANSWER_SECONDS
+    ) -> None:
         _live.add(self)
         self._name = name
         self._where = address
         self._spec = spec
         self._seconds = seconds
         self._client = secrets.token_hex(8)
-        self._loaders = 0
+        self._contents_key = ""
+        """Key of what this process has kept for a service that it starts."""
         self._membership: cluster.Membership | None = None
         self._supervisor: Any = None
         self._stays: tuple[Any, ...] = ()
         """Reference to the call that the supervisor ends when this client leaves. It is lost when this process ends,
         which the supervisor notices."""
-        self._dropped: weakref.finalize[..., RayEngine] | None = None
-        """Leaves when this engine is forgotten, and :meth:`close` was not called."""
         try:
             self.recover()
         except BaseException:
@@ -98,8 +81,7 @@ class RayEngine:
         function = registration.collate_fn
         said = b"" if function is None else pickled(function, "collate_fn")
         self._joined()
-        self._loaders += 1
-        return RayFeed(self, f"{self._client}/{self._loaders}", registration, said)
+        return RayFeed(self, registration, said)
 
     def preload(self, plan: EpochPlan, epoch: int) -> None:
         with self.talking():
@@ -120,7 +102,6 @@ class RayEngine:
         deadline = time.monotonic() + self._seconds
         while not self._has_joined(deadline, was_lost=was_lost):
             time.sleep(_RETRY_SECONDS)
-        self._dropped = weakref.finalize(self, _leave, membership, self._supervisor, self._client)
 
     def close(self) -> None:
         """Leave. The cluster, too, if this process is in it for the service only."""
@@ -134,11 +115,9 @@ class RayEngine:
         self._leave_cluster()
 
     def _leave_cluster(self) -> None:
-        if self._dropped is not None:
-            self._dropped.detach()
         if self._membership is not None:
             self._membership.leave()
-        self._dropped = self._membership = None
+        self._membership = None
 
     def end(self) -> None:
         """End the service, whoever uses it."""
@@ -156,14 +135,6 @@ class RayEngine:
     def server_for(self, index: int) -> Any:
         """The server that makes the batch of this number."""
         return self._servers[index % len(self._servers)]
-
-    def forget(self, loader: str, asked: Iterable[Any]) -> None:
-        """Have the servers forget a loader, and what it has asked for."""
-        self.abandon(asked)
-        if self._membership is not None and self._membership.is_alive:
-            with suppress(RayError):
-                for server in self._servers:
-                    names.once(server.forget).remote(loader)
 
     def abandon(self, calls: Iterable[Any]) -> None:
         """Wait for the answers to calls no more. If the service ends before it has answered them, Ray does not say on
@@ -206,9 +177,12 @@ class RayEngine:
             EngineLost: it has ended, or is about to.
             RayError, ValueError: it ends just now.
         """
-        if not ray.get(self._supervisor.join.remote(self._client), timeout=self._seconds):
+        found: Service | None = ray.get(self._supervisor.join.remote(self._client), timeout=self._seconds)
+        if found is None:
             raise EngineLost("it is about to end")
-        self.facts: Facts = facts_of(self._name)
+        if self._contents_key not in ("", found.contents_key):  # another process has started it meanwhile
+            names.drop(self._contents_key)
+        self.facts, self._contents_key = found.facts, ""
         self._servers = [names.server_of(self._name, number) for number in range(self.facts.workers)]
         stays = self._supervisor.stay.remote(self._client)
         self._stays = (self._supervisor.watch.remote(self._client, [stays]), stays)
@@ -224,7 +198,11 @@ class RayEngine:
         except ValueError as error:
             if self._spec is None:
                 raise EngineLost("it does not run") from error
-        return start(self._name, self._spec)
+        self._contents_key = f"{self._name}/{secrets.token_hex(8)}"
+        facts, contents = self._spec
+        names.keep(self._contents_key, contents)
+        service = Service(self._name, facts, self._contents_key)
+        return names.actor(Supervisor, self._name, max_task_retries=-1).remote(service)
 
     @contextmanager
     def talking(self) -> Iterator[None]:
@@ -245,31 +223,24 @@ class RayFeed:
 
     Args:
         engine: of this process.
-        name: of the loader.
         registration: of the loader.
         collate_fn: a pickle.
     """
 
-    def __init__(self, engine: RayEngine, name: str, registration: Registration, collate_fn: bytes) -> None:
+    def __init__(self, engine: RayEngine, registration: Registration, collate_fn: bytes) -> None:
         _live.add(self)
         self._engine = engine
-        self._name = name
         self._collate_fn = collate_fn
-        self._flow: Flow[Place] = Flow(0, registration)
-        self._asked: dict[Any, Place] = {}
+        self._flow = Flow(0, registration)
+        self._asked: dict[Any, Start] = {}
         """By the reference to the answer what was asked for."""
         self._waited: float | None = None
         """Seconds that the trainer has waited for the last batch, until servers were told."""
-        self._kept = _Kept()
-        self._forget = weakref.finalize(self, engine.forget, name, self._asked)
-        """Has the servers forget the loader, also when it is dropped without :meth:`close`."""
-        self._forget.atexit = False
 
     def start(self, start: Start) -> None:
         with self._engine.talking():
-            self._engine.abandon(self._asked)
-            self._asked.clear()
-            self._flow.begin(start, places_from(start))
+            self.close()
+            self._flow.begin(start)
             self._ask()
 
     def pushed(self, seconds: float) -> Pushed | None:
@@ -287,71 +258,40 @@ class RayFeed:
     def credit(self, generation: int, taken: int, *, waited_seconds: float) -> None:
         with self._engine.talking():
             self._waited = waited_seconds
-            self._flow.credit(generation, taken, waited_seconds, now=time.monotonic())
+            self._flow.take(generation, taken)
             self._ask()
 
     def close(self) -> None:
-        self._forget()
+        self._engine.abandon(self._asked)
         self._asked.clear()
 
     def _ask(self) -> None:
         """Ask for batches as far as credit and the buffer reach; for one at least, if none is ahead."""
         flow = self._flow
         while flow.has_credit and (not flow.ahead or self._has_room()):
-            place = flow.issue()
-            assert flow.plan is not None
-            request = BatchRequest(
-                self._name,
-                flow.plan,
-                place,
-                flow.taken,
-                flow.needed,
-                self._waited,
-                self._collate_fn,
-                self._engine.facts.workers,
-                flow.registration.on_error,
-            )
+            batch = flow.issue()
+            request = BatchRequest(batch, self._waited, self._collate_fn, flow.registration.on_error)
             self._waited = None
-            self._asked[self._engine.server_for(place.index).batch.remote(request)] = place
+            self._asked[self._engine.server_for(batch.index).batch.remote(request)] = batch
 
     def _has_room(self) -> bool:
-        expected = (len(self._asked) + 1) * self._flow.room_nbytes
-        return self._kept.nbytes + expected <= self._flow.registration.buffer_nbytes
+        """True if the buffer has room for another batch, besides those that were not given out yet."""
+        return (self._flow.ahead + 1) * self._flow.room_nbytes <= self._flow.registration.buffer_nbytes
 
     def _pushed(self, ref: Any) -> Pushed:
-        place = self._asked.pop(ref)
+        batch = self._asked.pop(ref)
         try:
             made: Made | None = ray.get(ref)
         except ActorUnavailableError as error:
-            failure = f"{_MOST_RETRIES + 1} servers have ended while they made it: {error}"
-            made = Made(None, Cost(0, 0, 0), 0.0, failure)
+            failure = f"{MOST_RETRIES + 1} servers have ended while they made it: {error}"
+            made = Made(None, Cost(0, 0, 0), failure)
         if made is None:
             raise EngineLost("the service has ended")
         if made.content is None:
-            return Pushed(place.generation, place.index, memoryview(b""), made.cost, made.failure)
-        self._flow.measured(len(made.content), made.seconds)
-        return Pushed(place.generation, place.index, self._kept.keep(made.content), made.cost)
-
-
-class _Kept:
-    """Counts the bytes of batches that something in this process still uses."""
-
-    def __init__(self) -> None:
-        self._nbytes = 0
-        self._dropped: deque[int] = deque()  # views are dropped in any thread, at any time
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all batches that are used now."""
-        self._nbytes -= sum(self._dropped.popleft() for _ in range(len(self._dropped)))
-        return self._nbytes
-
-    def keep(self, content: npt.NDArray[np.uint8]) -> memoryview:
-        """The bytes of a batch, which may be written to. They count while they or a view of them are kept."""
-        memory = np.frombuffer(owned(content), np.uint8)
-        self._nbytes += len(memory)
-        weakref.finalize(memory, self._dropped.append, len(memory)).atexit = False
-        return memory.data
+            return Pushed(batch.generation, batch.index, memoryview(b""), made.cost, made.failure)
+        self._flow.measured(len(made.content))
+        content = np.require(made.content, requirements="W")  # what Ray's object store shows is read-only: a copy
+        return Pushed(batch.generation, batch.index, content.data, made.cost)
 
 
 def _keep_what_is_of_the_parent() -> None:
@@ -362,14 +302,6 @@ def _keep_what_is_of_the_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_keep_what_is_of_the_parent)
-
-
-def _leave(membership: cluster.Membership, supervisor: Any, client: str) -> None:
-    """A client has gone without saying so."""
-    if membership.is_alive:
-        with suppress(RayError):
-            supervisor.leave.remote(client)
-    membership.leave()
 
 
 def joined(facts: Facts, contents: UserObjects, name: str, *, address: str, local_ray: str) -> RayEngine:
@@ -385,9 +317,9 @@ def joined(facts: Facts, contents: UserObjects, name: str, *, address: str, loca
     Raises:
         ProvisionError: something cannot be pickled; or see :class:`RayEngine`.
     """
-    said = pickled(contents, "the source, or a transform,")
+    spec = facts, pickled_contents(contents)
     where = address or os.environ.get("RAY_ADDRESS", "")
-    return RayEngine(name, address=local_ray if where in ("", "local") else where, spec=Spec(facts, said))
+    return RayEngine(name, address=local_ray if where in ("", "local") else where, spec=spec)
 
 
 def found(address: str, *, seconds: float) -> RayEngine:
@@ -423,31 +355,3 @@ def end(address: str, *, seconds: float) -> None:
         raise ProvisionError(f"the data service {address} does not answer: {error}") from error
     finally:
         engine.close()
-
-
-def start(name: str, spec: Spec) -> Any:
-    """Start the actors of a service, unless another process has. Returns the supervisor.
-
-    Raises:
-        EngineLost: it ends just now.
-    """
-    facts = publish(name, spec.facts, spec.contents)
-    options = {
-        "namespace": names.NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "num_cpus": 0,  # what else the user does in the cluster is not held up
-        "max_restarts": -1,
-        "max_concurrency": _MOST_CALLS,
-    }
-    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
-    for number in range(facts.workers):  # in turn, so that each machine keeps some of the samples
-        of_server = {
-            "name": names.name_of_server(name, number),
-            "max_task_retries": _MOST_RETRIES,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=True),
-            "memory": 1,  # what needs nothing at all, Ray puts anywhere
-        }
-        ray.remote(RayServer).options(**options, **of_server).remote(name, number, facts)
-    of_supervisor = {"name": name, "max_task_retries": -1}
-    return ray.remote(Supervisor).options(**options, **of_supervisor).remote(name, facts.workers)

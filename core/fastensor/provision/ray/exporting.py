@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-from fastensor.provision.metrics import BOUNDS, COUNTERS, EVICTIONS, GAUGES, WAITS, Cached, Served, exposed_name
+from fastensor.provision.cache import SampleCache
+from fastensor.provision.metrics import BOUNDS, COUNTERS, EVICTIONS, GAUGES, WAITS, Served, exposed_name
 
 _BOUNDS = [bound for number, bound in enumerate(BOUNDS) if number % 4 == 0]
 
@@ -29,14 +30,14 @@ class Exported:
         for metric in (*self._counters.values(), self._waits, *self._gauges.values(), self._evictions):
             metric.set_default_tags(tags)
 
-    def add(self, rank: int, made: Served, waited_seconds: float | None, cached: Cached) -> None:
+    def add(self, rank: int, made: Served, waited_seconds: float | None, cache: SampleCache) -> None:
         """Count what was made for a rank since the last call.
 
         Args:
             rank: of the loader.
             made: the batches.
             waited_seconds: for how long the rank has waited for a batch, if it has said so.
-            cached: the cache as it is now.
+            cache: of the server.
         """
         of_rank = {"rank": str(rank)}
         for name, counter in self._counters.items():
@@ -45,7 +46,7 @@ class Exported:
         if waited_seconds is not None:
             self._waits.observe(waited_seconds, of_rank)
         for name, gauge in self._gauges.items():
-            gauge.set(getattr(cached, name))
-        if evicted := cached.evictions - self._evicted:
+            gauge.set(getattr(cache, name))
+        if evicted := cache.evictions - self._evicted:
             self._evictions.inc(evicted)
-            self._evicted = cached.evictions
+            self._evicted = cache.evictions

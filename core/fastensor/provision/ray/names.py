@@ -8,7 +8,24 @@ import ray
 from ray.experimental import internal_kv
 
 NAMESPACE = "fastensor"
-"""Namespace of named actors, and of their records in Ray's global control store."""
+"""Namespace of named actors, and of what Ray's global control store keeps for them."""
+_MOST_CALLS = 1 << 14
+"""At the same time, by an actor. Those that wait for other servers must leave room for these servers' calls."""
+
+
+def actor(kind: type, name: str, **options: Any) -> Any:
+    """A class, to be called with the arguments of an actor of this name. It is started unless it runs, and Ray starts
+    it again whenever it ends."""
+    return ray.remote(kind).options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,  # what else the user does in the cluster is not held up
+        max_restarts=-1,
+        max_concurrency=_MOST_CALLS,
+        **options,
+    )
 
 
 def supervisor_of(name: str) -> Any:
@@ -41,9 +58,8 @@ def once(method: Any) -> Any:
 
 
 def keep(key: str, value: bytes) -> None:
-    """Have Ray's global control store keep a value, in the memory of the head node, unless it keeps one under that key
-    already."""
-    internal_kv._internal_kv_put(key, value, overwrite=False, namespace=NAMESPACE)
+    """Have Ray's global control store keep a value, in the memory of the head node."""
+    internal_kv._internal_kv_put(key, value, namespace=NAMESPACE)
 
 
 def kept(key: str) -> bytes | None:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import Counter
 from contextlib import ExitStack
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, TaskCancelledError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from fastensor.provision.metrics import Served
 from fastensor.provision.ray import names
-from fastensor.provision.ray.calls import withdraw
+from fastensor.provision.ray.calls import Service
+from fastensor.provision.ray.server import RayServer
 
 _log = logging.getLogger(__name__)
 _FIRST_CLIENT_SECONDS = 60
@@ -31,6 +33,8 @@ _ANSWER_SECONDS = 5
 """Seconds that a status waits for a server."""
 _STOP_SECONDS = 5
 """The end of the service does not wait longer for a server."""
+MOST_RETRIES = 3
+"""Number of times that a server is started again, before its end is an error."""
 _ANSWERED_SECONDS = 0.1
 """Seconds within which whoever has had the service end gets an answer."""
 
@@ -39,27 +43,27 @@ class Supervisor:
     """See the module. All methods are called by Ray, in the event loop of the actor.
 
     Args:
-        name: of the service.
-        servers: how many there are.
+        service: whose servers are started, unless they run.
     """
 
     # Ray awaits it, so that there is an event loop
-    async def __init__(self, name: str, servers: int) -> None:  # type: ignore[misc]
-        self._name = name
-        self._servers = [names.server_of(name, number) for number in range(servers)]
+    async def __init__(self, service: Service) -> None:  # type: ignore[misc]
+        self._service = service
+        self._servers = _servers_of(service)
         self._clients: dict[str, asyncio.Event] = {}
         """By name those that use the service; the event says that they do not any more."""
         self._is_ending = False
         self._killed = 0
         """Number of servers that hung and were killed."""
-        self._running = [asyncio.create_task(self._look_after(number)) for number in range(servers)]
+        self._running = [asyncio.create_task(self._look_after(number)) for number in range(len(self._servers))]
         self._running.append(asyncio.create_task(self._await_clients()))
 
-    async def join(self, client: str) -> bool:
-        """A process wants to use the service. False if that is about to end: ask again."""
-        if not self._is_ending:
-            self._clients.setdefault(client, asyncio.Event())
-        return not self._is_ending
+    async def join(self, client: str) -> Service | None:
+        """A process wants to use the service. None if that is about to end: ask again."""
+        if self._is_ending:
+            return None
+        self._clients.setdefault(client, asyncio.Event())
+        return self._service
 
     async def stay(self, client: str) -> None:
         """Returns when a client has left. What this returns belongs to the client, and is lost when that ends."""
@@ -79,11 +83,7 @@ class Supervisor:
         except RayError as error:
             _log.warning("A client of the data service has ended: %s", type(error).__name__)
         finally:
-            self._leave(client)
-
-    async def leave(self, client: str) -> None:
-        """A client uses the service no more."""
-        self._leave(client)
+            self.leave(client)
 
     async def check(self) -> None:
         """Ask all servers whether they are well. One that has ended for good ends the service, which can then be
@@ -93,12 +93,10 @@ class Supervisor:
     async def status(self) -> dict[str, Any]:
         """State of the service, for people and monitors."""
         found = await self._statuses()
-        answers = [one for one in found if one is not None]
-        counts: dict[str, int] = {}
-        for one in answers:
-            for name, count in one["counts"].items():
-                counts[name] = counts.get(name, 0) + count
-        counts["is_filled"] = counts.get("is_filled") == len(self._servers)
+        counts = Counter[str]()
+        for one in found:
+            counts.update(one["counts"] if one is not None else {})
+        counts["is_filled"] = counts["is_filled"] == len(self._servers)
         servers = [
             {"number": number, "pid": one and one["pid"], "node": one and one["node"]}
             for number, one in enumerate(found)
@@ -106,29 +104,22 @@ class Supervisor:
         return {
             "pid": os.getpid(),
             "clients": len(self._clients),
-            "loaders": _loaders([one["loaders"] for one in answers]),
             "servers": servers,
             "servers_killed": self._killed,
             **counts,
         }
 
-    async def end(self) -> None:
-        """End the service, whoever uses it."""
-        self._end()
-
-    def _leave(self, client: str) -> None:
+    def leave(self, client: str) -> None:
+        """A client uses the service no more."""
         left = self._clients.pop(client, None)
         if left is None:
             return
         left.set()
         if not self._clients:
-            self._end()
-            return
-        for server in self._servers:
-            names.once(server.forget_client).remote(client)
+            self.end()
 
-    def _end(self) -> None:
-        """Have the service end. A client that goes on starts it again, and says again what is served."""
+    def end(self) -> None:
+        """End the service, whoever uses it. A client that goes on starts it again, and says again what is served."""
         if not self._is_ending:
             self._is_ending = True
             for task in self._running:
@@ -144,7 +135,7 @@ class Supervisor:
         try:
             with ExitStack() as ending:
                 ending.callback(self._end_itself)
-                ending.callback(withdraw, self._name)
+                ending.callback(names.drop, self._service.contents_key)
                 for server in self._servers:
                     ending.callback(ray.kill, server, no_restart=True)
                 await self._stop_servers()  # now none of them asks another one any more
@@ -153,22 +144,19 @@ class Supervisor:
             _log.exception("Not all of the data service has ended as it should")
 
     def _end_itself(self) -> None:
-        itself = names.supervisor_of(self._name)
+        itself = names.supervisor_of(self._service.name)
         asyncio.get_running_loop().call_later(_ANSWERED_SECONDS, lambda: ray.kill(itself, no_restart=True))
 
     async def _stop_servers(self) -> None:
         """Have the servers answer all that they were asked, as far as they do so in time."""
-        stops = [asyncio.create_task(_answer(names.once(server.stop).remote())) for server in self._servers]
-        _, late = await asyncio.wait(stops, timeout=_STOP_SECONDS)
-        for one in late:
-            one.cancel()
+        stops = [asyncio.wait_for(names.once(server.stop).remote(), _STOP_SECONDS) for server in self._servers]
         await asyncio.gather(*stops, return_exceptions=True)  # one that has ended has nothing to answer
 
     async def _await_clients(self) -> None:
         """End if the first client does not come."""
         await asyncio.sleep(_FIRST_CLIENT_SECONDS)
         if not self._clients:
-            self._end()
+            self.end()
 
     async def _look_after(self, number: int) -> None:
         """Kill a server that hangs, so that Ray starts it again."""
@@ -201,25 +189,24 @@ class Supervisor:
             ActorUnavailableError: it ends again and again.
         """
         try:
-            return await asyncio.wait_for(_answer(self._servers[number].status.remote()), seconds)
+            answer: dict[str, Any] = await asyncio.wait_for(self._servers[number].status.remote(), seconds)
+            return answer
         except ActorDiedError as error:
             _log.warning("Server %d of the data service has ended for good: %s", number, error)
-            self._end()
+            self.end()
             return None
 
 
-async def _answer(ref: Any) -> dict[str, Any]:
-    found: dict[str, Any] = await ref
-    return found
-
-
-def _loaders(of_servers: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Counts of each loader, of all servers together."""
-    served: dict[str, Served] = {}
-    found: dict[str, dict[str, Any]] = {}
-    for loaders in of_servers:
-        for name, one in loaders.items():
-            served[name] = served.get(name, Served()) + one.pop("served")
-            known = found.setdefault(name, one)
-            known |= {count: max(known[count], one[count]) for count in ("taken", "needed")}
-    return [{**one, **served[name].summary()} for name, one in found.items()]
+def _servers_of(service: Service) -> list[Any]:
+    """The servers of a service, in turn on all nodes, so that each machine keeps some of the samples."""
+    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
+    return [
+        names.actor(
+            RayServer,
+            names.name_of_server(service.name, number),
+            max_task_retries=MOST_RETRIES,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[number % len(nodes)], soft=True),
+            memory=1,  # what needs nothing at all, Ray puts anywhere
+        ).remote(service, number)
+        for number in range(service.facts.workers)
+    ]
