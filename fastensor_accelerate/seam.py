@@ -48,7 +48,7 @@ def replaced(files: StateFiles) -> Iterator[Redirected | None]:
             module_name, _, attribute = name.rpartition(".")
             module = sys.modules.get(module_name)
             if module is not None and hasattr(module, attribute):
-                undo.callback(replace_attribute(module, attribute, substitute(attribute, files)))
+                undo.callback(replace_attribute(module, attribute, _substitute(attribute, files)))
         yield shards
 
 
@@ -89,20 +89,20 @@ _ONE_OF = {"transformers.modeling_utils.safe_load_file", "transformers.trainer_u
 """Names of the function that loads shards: the first one in transformers 4, the second one since 5.0."""
 
 
-def substitute(name: str, files: StateFiles) -> object:
+def _substitute(name: str, files: StateFiles) -> object:
     """The object that takes the place of one of the names."""
     tensors = _Module(safetensors.torch, save_file=files.save_file, load_file=files.load_file)
     return {
         "torch": _Module(torch, save=files.torch_save, load=files.torch_load),
         "save": files.accelerate_save,
         "safetensors": _Module(safetensors, torch=tensors),
-        "load_model": with_globals(safetensors.torch.load_model, load_file=files.load_file),
+        "load_model": _with_globals(safetensors.torch.load_model, load_file=files.load_file),
         "safe_save_file": files.save_file,
         "safe_load_file": files.load_file,
     }[name]
 
 
-def with_globals(function: Any, **names: object) -> FunctionType:
+def _with_globals(function: Any, **names: object) -> FunctionType:
     """A function of Python with the same code that sees other objects under some global names."""
     seen = {**function.__globals__, **names}
     copy = FunctionType(function.__code__, seen, function.__name__, function.__defaults__, function.__closure__)

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import accelerate
 import torch
-from accelerate import Accelerator, DistributedType, PartialState
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import clean_state_dict_for_safetensors
 
 import fastensor
 from fastensor.checkpoint import cooperative
@@ -20,7 +22,6 @@ from fastensor.checkpoint.models.ties import dense_tensors_in
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor_accelerate.config import ConfigError, FastensorConfig
 from fastensor_accelerate.saving import StateSave
-from fastensor_accelerate.seam import substitute, with_globals
 
 if TYPE_CHECKING:
     from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
@@ -44,8 +45,6 @@ class StateFiles:
     """By kind of directories, such as those of the first optimizer, so that memory for copies is used again."""
     load_together: bool = False
     """True if all processes load the same files at the same time."""
-    write_together: bool = False
-    """True if all processes write the same file at the same time, of which each holds the same."""
     damaged: list[CorruptCheckpointError | NotACheckpointError] = field(default_factory=list)
     """Errors of files that are damaged, or no checkpoints."""
 
@@ -87,18 +86,14 @@ class StateFiles:
     def accelerate_save(
         self, obj: object, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
     ) -> None:
-        """``accelerate.utils.save``, in all processes. Its own code prepares what is saved."""
+        """``accelerate.utils.save``, called in all processes. Other files are those of the main process alone."""
         if save_on_each_node or not _is_of_all(f):
             accelerate.utils.save(obj, f, save_on_each_node, safe_serialization)
-            return
-        together = replace(self, write_together=True)
-        save = with_globals(
-            accelerate.utils.save,
-            PartialState=_EachIsMain,
-            torch=substitute("torch", together),
-            safe_save_file=together.save_file,
-        )
-        save(obj, f, False, safe_serialization)
+        elif not safe_serialization:
+            self._write_together(obj, f, container="torch")
+        else:  # as there
+            tensors = clean_state_dict_for_safetensors(obj) if isinstance(obj, OrderedDict) else obj
+            self._write_together(tensors, f, container="safetensors", metadata={"format": "pt"})
 
     def write_shards(self, state_dict: dict[str, Any], path: str | os.PathLike[str], **options: Any) -> None:
         """``dcp.save``: write shards, with all processes, or copy them if they are to be written later."""
@@ -137,17 +132,20 @@ class StateFiles:
             fastensor.save(obj, path, **options)
         elif self.writer is not None:
             saving.handles.append(self.writer.save(obj, path, **options))
-        elif self.write_together:
-            options |= {"replicated": self._replicated_in(obj, path), "timeout": self.config.cooperative_timeout}
-            saving.nbytes += cooperative.save(obj, path, **options).nbytes * saving.is_main
         else:
             saving.nbytes += fastensor.save(obj, path, **options).nbytes
 
-    def _replicated_in(self, obj: object, path: str | os.PathLike[str]) -> list[torch.Tensor]:
-        """What data parallel training keeps alike in all processes. The rest of a file is the main one's."""
+    def _write_together(self, obj: object, path: str | os.PathLike[str], **options: Any) -> None:
+        """Write a file, called in all processes. What is not replicated by data parallel training is the main one's."""
         if os.path.basename(path).startswith("optimizer"):
-            return list(dense_tensors_in(obj))
-        return [weight for model in self.accelerator._models for weight in model.parameters()]
+            replicated = list(dense_tensors_in(obj))
+        else:
+            replicated = [weight for model in self.accelerator._models for weight in model.parameters()]
+        config, saving = self.config, self.saving
+        how: dict[str, Any] = {"backend": config.backend, "durable": config.durable, **options}
+        report = cooperative.save(obj, path, replicated=replicated, timeout=config.cooperative_timeout, **how)
+        if saving is not None and saving.is_main:
+            saving.nbytes += report.nbytes
 
     def _load(self, path: Location, map_location: Any, **options: Any) -> Any:
         verify = self.config.verify and not options.get("mmap")
@@ -168,17 +166,6 @@ class StateFiles:
             self.damaged.append(error)
             raise
         self.loaded(report)
-        return found
-
-
-class _EachIsMain:
-    """Stands for ``PartialState`` where each process saves."""
-
-    is_main_process = True
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        found: DistributedType = PartialState().distributed_type
         return found
 
 

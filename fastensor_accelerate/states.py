@@ -26,7 +26,6 @@ from fastensor.errors import CorruptCheckpointError, NotACheckpointError
 from fastensor.files.job_store import has_others
 from fastensor.select.share import Sharing, share_choice
 from fastensor_accelerate.activation_offload import PreparedOffloads
-from fastensor_accelerate.agreement import SavingProcesses
 from fastensor_accelerate.config import FastensorConfig
 from fastensor_accelerate.directories import (
     CHECKPOINTS,
@@ -38,7 +37,7 @@ from fastensor_accelerate.directories import (
     state_in,
 )
 from fastensor_accelerate.metrics import StateCost, summary
-from fastensor_accelerate.saving import StateSave
+from fastensor_accelerate.saving import SavingProcesses, StateSave
 from fastensor_accelerate.seam import replaced
 from fastensor_accelerate.state_files import StateFiles, check_cooperation, check_shards, nbytes_of
 

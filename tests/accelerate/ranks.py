@@ -34,7 +34,7 @@ from fastensor.checkpoint import cooperative
 from fastensor.data import LmdbDataset, LmdbLoader, decoders
 from fastensor.files.posix import TEMPORARY_SUFFIX
 from fastensor.testing.calls import Call, intercepted
-from fastensor_accelerate import FastensorConfig, agreement
+from fastensor_accelerate import FastensorConfig, saving
 
 PATIENCE_SECONDS = 3.0
 
@@ -197,7 +197,7 @@ def cooperate(config: FastensorConfig, folder: Path, rank: int) -> Any:
 
 def main_alone(config: FastensorConfig, folder: Path, rank: int) -> Any:
     """As in scripts of diffusers; later the other process saves, too."""
-    patience, agreement._ARRIVAL_SECONDS = agreement._ARRIVAL_SECONDS, 0.2
+    patience, saving._ARRIVAL_SECONDS = saving._ARRIVAL_SECONDS, 0.2
     fastensor_accelerate.enable(config)
     found = begin(None, rank)
     states = []
@@ -209,7 +209,7 @@ def main_alone(config: FastensorConfig, folder: Path, rank: int) -> Any:
     states.append(numbers_of(found))
     fastensor_accelerate.disable()  # publishes what is pending
     found.accelerator.wait_for_everyone()
-    agreement._ARRIVAL_SECONDS = patience
+    saving._ARRIVAL_SECONDS = patience
     fastensor_accelerate.enable(config)
     found.train()
     found.accelerator.load_state(folder / "checkpoint-2")
