@@ -96,6 +96,8 @@ IN_AN_ENTRY = [
     Defect("signature", lie({"entry[data/0].signature": b"PK\1\3"}), r"entry \d+ at offset \d+: found b'PK"),
     Defect("encrypted", lie({"entry[data/0].flags": 0x809}), r"entry \d+ at offset \d+: encrypted"),
     Defect("strongly encrypted", lie({"entry[data/0].flags": 0x840}), "unsupported encryption", EVERY_LOAD),
+    Defect("masked", lie({"entry[data/0].flags": 0x2800}), "unsupported encryption", EVERY_LOAD),
+    Defect("on another disk", lie({"entry[data/0].disk": 7}), "on disk 7 of an archive in several parts", EVERY_LOAD),
     Defect("deflated", lie({"entry[data/0].method": 8}), "compressed", (*COMPARING, "inspect")),
     Defect("deflated pickle", lie({"entry[data.pkl].method": 8}), "compressed"),
     Defect("bzip2", lie({"entry[data/0].method": 12}), "compressed"),

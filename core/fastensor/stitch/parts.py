@@ -1,4 +1,5 @@
-"""The parts of a checkpoint that carry checksums, whichever container they are in. Pure."""
+"""The parts of a checkpoint that carry checksums, whichever container they are in, and the local headers of those that
+are records of an archive. Pure."""
 
 from __future__ import annotations
 

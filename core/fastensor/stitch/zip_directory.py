@@ -28,8 +28,8 @@ ENTRY_SIGNATURE = b"PK\x01\x02"
 ENTRY_CRC_OFFSET = 16
 ZIP64_EXTRA = 0x0001
 _DIRECTORY_ATTRIBUTE = 0x10
-_NOT_AS_THEY_ARE = 0x60
-"""Flags of strong encryption and of patches."""
+_NOT_AS_THEY_ARE = 0x2060
+"""Flags of strong encryption, of patches, and of masked headers."""
 MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
 _MAX_COMMENT = 0xFFFF
 
@@ -155,9 +155,13 @@ def _read_end64(read: ReadAt, end: int, where: str) -> tuple[int, int, int, int,
     if locator[0] != END64_LOCATOR_SIGNATURE:
         raise CorruptCheckpointError(f"{where}: a zip64 archive without its locator at offset {at}")
     offset64 = locator[2]
-    if offset64 + END64.size > at:
-        raise CorruptCheckpointError(f"{where}: the zip64 locator points to {offset64}, outside the file")
-    signature, _, _, _, disk, start_disk, here, count, size, offset = END64.unpack(read(offset64, END64.size))
+    if offset64 + END64.size > at or locator[3] != 1:
+        raise CorruptCheckpointError(
+            f"{where}: the zip64 locator points to {offset64}, outside the file, or to another part of an archive"
+        )
+    signature, own_nbytes, _, _, disk, start_disk, here, count, size, offset = END64.unpack(read(offset64, END64.size))
+    if signature == END64_SIGNATURE and own_nbytes < END64.size - 12:
+        raise CorruptCheckpointError(f"{where}: the zip64 end-of-directory record at {offset64} contradicts itself")
     if signature != END64_SIGNATURE:
         raise CorruptCheckpointError(
             f"{where}: no zip64 end-of-directory record at offset {offset64}; the file was damaged, or another archive "
@@ -169,10 +173,14 @@ def _read_end64(read: ReadAt, end: int, where: str) -> tuple[int, int, int, int,
 def _parse_entry(data: bytes, at: int, base: int, where: str, number: int) -> tuple[_DirectoryEntry, int]:
     if at + ENTRY.size > len(data):
         raise _defect(where, number, base + at, "cut off")
-    (signature, _, _, flags, method, _, _, crc32, stored, nbytes, name_nbytes, extra_nbytes, comment_nbytes, _, _,
+    (signature, _, _, flags, method, _, _, crc32, stored, nbytes, name_nbytes, extra_nbytes, comment_nbytes, disk, _,
      attributes, header_offset) = ENTRY.unpack_from(data, at)  # fmt: skip
     if signature != ENTRY_SIGNATURE:
         raise _defect(where, number, base + at, f"found {signature!r}, expected {ENTRY_SIGNATURE!r}")
+    if disk > 1:
+        raise _defect(
+            where, number, base + at, f"on disk {disk} of an archive in several parts; expected one whole file"
+        )
     if flags & 1:
         raise _defect(where, number, base + at, "encrypted, which no checkpoint is")
     if flags & _NOT_AS_THEY_ARE:

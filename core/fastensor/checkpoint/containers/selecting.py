@@ -66,8 +66,11 @@ def chosen_by(keys: Iterable[str], result: Any, where: str) -> Any:
     return choose(result, _names_of(result, keys, where).__contains__)
 
 
-def chosen_as(selection: Selection, result: Any, where: str) -> Any | None:
-    """The selected part of what was loaded; None if something of it is missing."""
-    if not selection.names <= {node.name for node in nodes(result, where)}:
-        return None
+def has_all(selection: Selection, result: Any, where: str) -> bool:
+    """True if all selected names are in what was loaded."""
+    return selection.names <= {node.name for node in nodes(result, where)}
+
+
+def selected(selection: Selection, result: Any) -> Any:
+    """The selected part of what was loaded."""
     return choose(result, selection.names.__contains__)

@@ -29,7 +29,15 @@ from fastensor.checkpoint.reading.placement import (
 )
 from fastensor.checkpoint.reading.reader import open_reader
 from fastensor.checkpoint.reading.request import MAPPED, Loaded, LoadRequest, Selection
-from fastensor.checkpoint.reading.storages import NotOrdinaryError, Storages, are_wanted, is_known, rebuild
+from fastensor.checkpoint.reading.storages import (
+    NotOrdinaryError,
+    Storages,
+    are_wanted,
+    is_known,
+    read_first,
+    rebuild,
+    small_records,
+)
 from fastensor.errors import (
     CorruptCheckpointError,
     FastensorError,
@@ -125,10 +133,10 @@ def _load_some(file: OpenedFile, archive: TorchArchive, request: LoadRequest, se
             raise
         reason = f"torch cannot rebuild the rest without its values ({error!r})"
     else:
-        from fastensor.checkpoint.containers.selecting import chosen_as
+        from fastensor.checkpoint.containers.selecting import has_all, selected
 
-        if (chosen := chosen_as(selection, loaded.result, file.where)) is not None:
-            return replace(loaded, result=chosen)
+        if has_all(selection, loaded.result, file.where):
+            return replace(loaded, result=selected(selection, loaded.result))
         reason = "its keys are of classes that are known to Python only"
     record_fallback(request.fallbacks, "partial reading", reason)
     return _load_all(file, archive, request)
@@ -178,15 +186,13 @@ def _load_archive(file: OpenedFile, archive: TorchArchive, request: LoadRequest,
 
 def _load_together(file: OpenedFile, archive: TorchArchive, request: LoadRequest) -> Loaded:
     """Let torch's restricted unpickler rebuild the object from storages that are read together."""
-    wanted = archive.wanted()
-    first = min((part.begin for part in wanted), default=archive.pickle.end)
-    before = [part for part in archive.others if part.begin < first]  # the pickle, and small records
-    with open_reader(file, before + wanted, request, keep=True) as reader:
+    small = small_records(archive)
+    with open_reader(file, read_first(small) + archive.wanted(), request, keep=True) as reader:
         storages = Storages(archive, reader, request.map_location)
         try:
-            result = rebuild(archive, reader, storages)
+            result = rebuild(small, reader, storages)
         finally:
-            if file.borrowed is not None:
+            if file.borrowed is not None and storages.end:
                 file.borrowed.stopped_at = storages.end
         return Loaded(result, reader.backend, reader.reason, request.checked and archive.checked)
 

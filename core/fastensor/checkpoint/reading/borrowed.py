@@ -37,7 +37,7 @@ class BorrowedFile:
         self.begin = file.tell()
         """The position at which the checkpoint begins."""
         self.stopped_at: int | None = None
-        """Bytes behind ``begin`` at which torch's reader has stopped; None if it was not used."""
+        """Bytes behind ``begin`` at which ``torch.load`` stops; None if it would not have come to a pickle."""
         self._is_moved = False
         self._process = os.getpid()
 

@@ -1,9 +1,10 @@
 """``fastensor.load``: torch rebuilds the object, our reader brings it the bytes and checks them.
 
-torch reads a checkpoint through a file object, asking for every record's bytes with one ``readinto`` straight into
-the memory of the future storage. That file object is ours: it fills the memory with a backend that runs ahead through
-the file, checks the record's CRC32, and only then does the storage reach the unpickler. So every rule of ``torch.load``
-(``map_location``, safe globals, ties, subclasses, byte order) is torch's own and holds.
+torch's restricted unpickler rebuilds the object of an ordinary file from storages that a backend reads ahead
+(``storages.py``). Every other file ``torch.load`` reads through a file object of ours, asking for every record's bytes
+with one ``readinto`` straight into the memory of the future storage (``checked_file.py``). The CRC32 of a record is
+checked before its storage reaches the unpickler. So every rule of ``torch.load`` (``map_location``, safe globals, ties,
+subclasses, byte order) is torch's own and holds.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ def load(
 
     Memory beyond the object: a ring of 32 MiB. When loading to a device, one tensor on the host, or, if several are
     read at a time from the page cache, 128 MiB of them. Tensors of up to
-    64 KiB that are neighbours in the file share memory of up to 1 MiB, which goes with the last of them. Tensors of
+    64 KiB that are neighbours in the file share memory of up to 1 MiB, the first of them with the file's pickle if that
+    is as small; it goes with the last of them. Tensors of
     ``into`` that share memory, if the file has each of them, are compared on the host before. The backend
     ``direct`` leaves the page cache alone; the others fill it.
 

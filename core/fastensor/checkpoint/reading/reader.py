@@ -1,9 +1,9 @@
 """The verifying reader: all data that are loaded, opened, verified or converted are read here.
 
-Every CRC32 of a tensor is compared here. :meth:`PartReader.read`, :meth:`PartReader.read_array` and
-:meth:`PartReader.read_small` compare the part that they give. :meth:`PartReader.check` and
-:meth:`PartReader.find_damage` compare a part without giving it. :meth:`PartReader.check_read` compares a part that was
-read by ranges.
+Every CRC32 of a part is compared here. :meth:`PartReader.read`, :meth:`PartReader.read_array`,
+:meth:`PartReader.read_bytes` and :meth:`PartReader.read_small` compare the part that they give.
+:meth:`PartReader.check` and :meth:`PartReader.find_damage` compare a part without giving it.
+:meth:`PartReader.check_read` compares a part that was read by ranges.
 """
 
 from __future__ import annotations
@@ -194,7 +194,8 @@ class PartReader:
         verify: whether CRC32s are compared.
         fallbacks: backends that could not be used are added here.
         parts: the parts that :meth:`read_array` will read, in this order, as far as they are known.
-        keep: whether the memory of the window stays valid. If not, it is valid until the next :meth:`read_small`.
+        keep: whether the memory of the window stays valid. If not, it is valid until the next
+            :meth:`read_small` or :meth:`read_bytes`.
         meter: counts what is read.
 
     Every method raises :class:`~fastensor.errors.CorruptCheckpointError` where the file ends too early, where a local

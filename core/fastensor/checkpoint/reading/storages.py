@@ -1,9 +1,10 @@
 """Rebuilding the object of an archive with torch's restricted unpickler and our storages: quick for many tensors.
 
 For each storage, ``torch.load`` searches for a record, reads it in several calls, and tests several times for fake
-tensors. Here, neighbouring storages are read together. torch's own restricted unpickler decides what the pickle may
-hold and do, and asks :class:`Storages` only for storages that it has allowed. That unpickler is private to torch. With
-a release of torch that is not known here, and for unusual files and requests, ``torch.load`` itself loads the file.
+tensors. Here, neighbouring storages are read together, and with them the pickle and the small records beside it. torch's
+own restricted unpickler decides what the pickle may hold and do, and asks :class:`Storages` only for storages that it has
+allowed. That unpickler is private to torch. With a release of torch that is not known here, and for unusual files and
+requests, ``torch.load`` itself loads the file.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import inspect
 import io
 import sys
-import zlib
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -28,8 +29,12 @@ from fastensor.stitch.torch_records import TorchArchive
 
 _ENCODING = "utf-8"
 """The encoding of texts in pickles of Python 2. ``torch.load`` uses the same."""
-_READ_BEFORE = (".format_version", ".storage_alignment", "byteorder")
-"""Small records behind the pickle that ``torch.load`` reads, too."""
+_PICKLE = "data.pkl"
+_NEEDED = ("version", "byteorder")
+_OTHERS = (".data/serialization_id", ".format_version", ".storage_alignment")
+"""Records that torch writes beside the storages, and reads before them."""
+_BEHIND = ("version", ".data/serialization_id")
+"""Those that stand behind the storages. They are read first, so that the others are read together with storages."""
 _VERSIONS = (b"1", b"2", b"3", b"4", b"5", b"6", b"7", b"8", b"9", b"10")
 """Versions of archives that every release of torch that is known here reads."""
 
@@ -63,22 +68,48 @@ def are_wanted(map_location: MapLocation) -> bool:
     return not pretends and kind_of_device(map_location) != "meta"
 
 
-def rebuild(archive: TorchArchive, reader: PartReader, storages: Storages) -> Any:
+def small_records(archive: TorchArchive) -> Mapping[str, Part]:
+    """The records beside the storages of an archive that is as torch writes them today: by their names in its folder,
+    in the order of the file.
+
+    Raises:
+        NotOrdinaryError: the archive has other records, or another byte order, or does not say its byte order.
+    """
+    folder = archive.pickle.name.removesuffix(_PICKLE)
+    found = {part.name.removeprefix(folder): part for part in archive.others}
+    if not {_PICKLE, *_NEEDED} <= found.keys() <= {_PICKLE, *_NEEDED, *_OTHERS}:
+        raise NotOrdinaryError("the archive has other records than torch writes today")
+    if found["byteorder"].nbytes != len(sys.byteorder):
+        raise NotOrdinaryError("the file was written with another byte order")
+    return found
+
+
+def read_first(small: Mapping[str, Part]) -> list[Part]:
+    """The records that :func:`rebuild` reads right before the storages, of which most stand in front of these."""
+    return [part for name, part in small.items() if name not in _BEHIND]
+
+
+def rebuild(small: Mapping[str, Part], reader: PartReader, storages: Storages) -> Any:
     """The object in an archive, as ``torch.load(..., weights_only=True)`` gives it.
 
     Args:
-        archive: the records of the archive.
+        small: the records of :func:`small_records`.
         reader: reads the same file.
         storages: the storages of the same file.
 
     Raises:
         NotOrdinaryError: ``torch.load`` has to load the file.
+        CorruptCheckpointError: a record is damaged.
         pickle.UnpicklingError: the restricted unpickler refuses the pickle. ``torch.load`` says more about it.
         Exception: any exception that ``torch.load`` would raise.
     """
     private: Any = torch
-    begin, program = _read_before_storages(archive, reader)
-    storages.end = begin + archive.pickle.nbytes
+    content = {name: reader.read_bytes(small[name]) for name in _BEHIND if name in small}
+    content |= {name: reader.read_bytes(part) for name, part in small.items() if name not in _BEHIND}
+    if content["byteorder"][1] != sys.byteorder.encode() or content["version"][1].strip() not in _VERSIONS:
+        raise NotOrdinaryError("the archive is of another byte order or version")
+    begin, program = content[_PICKLE]
+    storages.end = begin + len(program)
     unpickler = private._weights_only_unpickler.Unpickler(io.BytesIO(program), encoding=_ENCODING)
     unpickler.persistent_load = storages.load
     private.serialization._serialization_tls.map_location = storages.map_location
@@ -88,33 +119,6 @@ def rebuild(archive: TorchArchive, reader: PartReader, storages: Storages) -> An
         private.serialization._serialization_tls.map_location = None
     private._utils._validate_loaded_sparse_tensors(**_validating())
     return result
-
-
-def _read_before_storages(archive: TorchArchive, reader: PartReader) -> tuple[int, bytes]:
-    """Offset and bytes of the pickle of an archive that is as torch writes them today.
-
-    Raises:
-        NotOrdinaryError: the archive is unusual.
-        CorruptCheckpointError: one of the records that ``torch.load`` reads first is damaged.
-    """
-    folder = archive.pickle.name.removesuffix("data.pkl")
-    if not all(part.name.startswith(folder) for part in archive.parts):
-        raise NotOrdinaryError("the archive has several folders, which torch refuses")
-    found = {part.name.removeprefix(folder): part for part in archive.others}
-    if "version" not in found or _content(found["version"], reader)[1].strip() not in _VERSIONS:
-        raise NotOrdinaryError("the archive is of another version")
-    pickle = _content(archive.pickle, reader)  # in a small file, all that follows is read with it
-    content = {name: _content(found[name], reader)[1] for name in _READ_BEFORE if name in found}
-    if content.get("byteorder") != sys.byteorder.encode():
-        raise NotOrdinaryError("the file was written with another byte order, or does not say with which")
-    return pickle
-
-
-def _content(part: Part, reader: PartReader) -> tuple[int, bytes]:
-    begin, data = reader.read_bytes(part)
-    if not reader.verify and part.crc32 is not None and zlib.crc32(data) != part.crc32:
-        raise NotOrdinaryError(f"{part.title} is damaged, which torch refuses")
-    return begin, data
 
 
 @cache
@@ -139,8 +143,8 @@ class Storages:
         self._reader = reader
         self._loaded: dict[str, Any] = {}
         """The typed storages that have been loaded, by their keys, each with the dtype that was asked for first."""
-        self.end = archive.pickle.begin
-        """End of what was read last, in the file: the pickle, and then a storage."""
+        self.end = 0
+        """End of what was read last, in the file: the pickle, and then a storage. 0 before that."""
 
     def load(self, saved_id: Any) -> Any:
         """The typed storage that a persistent id in the pickle means: ``persistent_load`` of ``torch.load``.
