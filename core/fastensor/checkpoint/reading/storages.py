@@ -1,10 +1,10 @@
 """Rebuilding the object of an archive with torch's restricted unpickler and our storages: quick for many tensors.
 
 For each storage, ``torch.load`` searches for a record, reads it in several calls, and tests several times for fake
-tensors. Here, neighbouring storages are read together, and with them the pickle and the small records beside it. torch's
-own restricted unpickler decides what the pickle may hold and do, and asks :class:`Storages` only for storages that it has
-allowed. That unpickler is private to torch. With a release of torch that is not known here, and for unusual files and
-requests, ``torch.load`` itself loads the file.
+tensors. Here, neighbouring storages are read together, and with them the pickle and the small records beside it.
+torch's own restricted unpickler decides what the pickle may hold and do, and asks :class:`Storages` only for storages
+that it has allowed. That unpickler is private to torch. With a release of torch that is not known here, and for unusual
+files and requests, ``torch.load`` itself loads the file.
 """
 
 from __future__ import annotations
