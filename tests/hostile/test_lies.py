@@ -67,7 +67,7 @@ IN_THE_ZIP64_END = [
     Defect("no locator", lie({"locator.signature": b"PK\6\0"}), r"without its locator at offset \d+"),
     Defect("locator outside", lie({"locator.offset": 1 << 62}), f"points to {1 << 62}, outside"),
     Defect("locator astray", lie({"locator.offset": 1}), "no zip64 end-of-directory record at offset 1"),
-    Defect("locator of many disks", lie({"locator.disks": 7}), "failed reading zip", EVERY_LOAD),
+    Defect("locator of many disks", lie({"locator.disks": 7}), "another part of an archive"),
     Defect("locator on another disk", lie({"locator.disk": 1}), "", ()),
     Defect("other counts", lie({"end64.total": 3}), "several parts"),
     Defect("absurd counts", lie({"end64.total": 1 << 60, "end64.here": 1 << 60}), f"claims {1 << 60} entries"),
@@ -81,7 +81,7 @@ IN_THE_ZIP64_END = [
 IN_A_ZIP64_FIELD = [
     Defect("of another kind", lie({"extra64[data/0].kind": 2}), "entry .*zip64 field, which is missing"),
     Defect("too short", lie({"extra64[data/0].length": 23}), "zip64 field, which is missing"),
-    Defect("too long", lie({"extra64[data/0].length": MAX16}), "failed reading zip", EVERY_LOAD),
+    Defect("too long", lie({"extra64[data/0].length": MAX16}), "zip64 field, which is missing"),
     Defect("other sizes", lie({"extra64[data/0].nbytes": 1 << 60}), f"not compressed, yet {1 << 60} bytes"),
     Defect(
         "absurd sizes",

@@ -247,13 +247,13 @@ def holds(tree: Any, value: Any) -> bool:
 
 def test_a_pickle_that_only_python_understands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The symbolic reading gives up; then everything is read, and the rest dropped."""
-    from fastensor.stitch import torch_pickle
+    from fastensor.checkpoint.containers import selecting
 
     def give_up(data: bytes, *, where: str) -> Any:
         raise fastensor.CorruptCheckpointError(f"{where}: not understood")
 
     fastensor.save(CHECKPOINT, tmp_path / "x")
-    monkeypatch.setattr(torch_pickle, "read_program", give_up)
+    monkeypatch.setattr(selecting, "read_program", give_up)
     found, report = fastensor.load_with_report(tmp_path / "x", keys=["state_dict.head"])
     states.assert_equal(found, {"state_dict": OrderedDict({"head": WEIGHTS["head"]})})
     assert "not understood" in report.fallbacks[0].reason

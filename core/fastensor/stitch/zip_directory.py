@@ -220,6 +220,8 @@ def _apply_zip64(extra: bytes, nbytes: int, stored: int, offset: int) -> tuple[i
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)
         body = extra[at + 4 : at + 4 + length]
+        if len(body) < length:
+            return None
         if kind == ZIP64_EXTRA and len(body) >= 8 * len(saturated):
             for i, value in zip(saturated, struct.unpack_from(f"<{len(saturated)}Q", body), strict=True):
                 values[i] = value
