@@ -57,9 +57,8 @@ class OffloadConfig:
     1: the same for a share of the bytes that a forward pass saves, if that much is free; the first pass of a kind goes
     by ``"auto"``, because nobody knows yet how many bytes there will be.
 
-    If host memory gets short later, in either pass, what stays there leaves after all: what was saved first, and is
-    needed last, goes first (:attr:`OffloadStatistics.displaced_bytes`). Passes that are not examined because everything
-    fits leave nothing.
+    Free host memory is looked at again while tensors are saved: if it gets short, nothing more stays. What stays already
+    does not leave, nor does anything in passes that are not examined because everything fits.
 
     The first forward passes of a kind are measured, and then planned (the FlashNeuron paper, section 3.3):
     :meth:`ActivationOffload.plan` shows it."""

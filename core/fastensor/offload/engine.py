@@ -69,7 +69,7 @@ class OffloadEngine:
         self._swapper: Swapper | None = None
         self._counters = Counters()
         self._schedules = PrefetchSchedules()
-        self.planner = Planner(self.config, self._rates, self._unallocated_gradients)
+        self.planner = self._new_planner(self.config)
         self._forward_passes = 0
         self._window_start = self._counters.transfers()
         """Totals of transfers when their rates were last found out."""
@@ -104,7 +104,7 @@ class OffloadEngine:
         except BaseException:
             if self._swapper is swapper and not self.closed:
                 self._swapper = None
-                self.planner = Planner(self.config, self._rates, self._unallocated_gradients)
+                self.planner = self._new_planner(self.config)
             if swapper is not None:
                 swapper.close()
             raise
@@ -166,7 +166,6 @@ class OffloadEngine:
         Raises:
             OffloadError: no pass with a backward pass was measured.
         """
-        planner = Planner(config, self._rates, self._unallocated_gradients)
         self.planner.plan_ended()
         measured = self.planner.latest()
         if measured is None:
@@ -176,15 +175,22 @@ class OffloadEngine:
             )
         rates = self._rates()
         return estimate_of(
-            report_of(planner.planned(measured.record)),
+            report_of(self._new_planner(config).planned(measured.record)),
             rates.write_bandwidth if rates else 0.0,
             rates.read_bandwidth if rates else 0.0,
             config.drive_tbw,
         )
 
+    def _new_planner(self, config: OffloadConfig) -> Planner:
+        return Planner(config, self._rates, self._unallocated_gradients, self._transit_bytes)
+
     def _unallocated_gradients(self) -> int:
         """Bytes of gradients of the attached model that the backward pass will allocate."""
         return 0 if self.model is None else self.model.unallocated_gradients()
+
+    def _transit_bytes(self) -> int:
+        """Bytes of memory that transfers take now, of their budgets."""
+        return 0 if (swapper := self._swapper) is None else swapper.transit_bytes()
 
     def persistent_storages(self) -> PersistentStorages:
         """The storages of the model's parameters and buffers."""
@@ -230,13 +236,13 @@ class OffloadEngine:
 
     def note_use(self, nbytes: int, device: torch.device) -> None:
         """Note that a tensor is saved, whether it stays or leaves, or is needed. Now and then, look how much memory is
-        free: what was to stay leaves if memory is short."""
+        free: fewer tensors stay from then on if it is short."""
         swapper = self._swapper
         if swapper is None or device.type != "cpu" or not swapper.note_use(nbytes):
             return
         with self.guarded(swapper):
-            displaced = swapper.look_at_memory(lambda: self.planner.besides(device))
-            self.planner.note_shortage(device, displaced)
+            swapper.look_at_memory()
+            self.planner.look_again()
 
     def settle(self) -> None:
         """Wait until nothing is being written or read."""
@@ -266,7 +272,7 @@ class OffloadEngine:
             ),
             **{name: counts[name] for name in (
                 "steps", "packed", "shared_bytes", "peak_saved_bytes", "peak_memory_bytes", "offloaded",
-                "offloaded_bytes", "written_bytes", "read_bytes", "taken_back_bytes", "displaced_bytes",
+                "offloaded_bytes", "written_bytes", "read_bytes", "taken_back_bytes",
                 "failed_writes", "prefetch_hits", "prefetch_late", "misses", "peak_pending_bytes",
                 "peak_loaded_bytes", "peak_dram_bytes", "peak_ssd_bytes",
             )},

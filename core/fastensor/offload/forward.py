@@ -80,11 +80,6 @@ class ForwardPass:
             self._saved.append(len(self._ranges))
             self._ranges.append(_no_range if saved is None else weakref.ref(saved))
 
-    def displace(self, position: int, saved: SavedBytes) -> None:
-        """Note that a tensor leaves memory after all."""
-        with self._lock:
-            self._ranges[position] = weakref.ref(saved)
-
     def add_again(self, position: int | None, saved: SavedBytes | None, clock: float) -> int:
         """Note that another node saves bytes that were saved before.
 

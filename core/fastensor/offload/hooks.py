@@ -6,7 +6,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,113 +28,73 @@ _LEAST_TO_TIDY = 256
 """Ranges that a step knows before it looks for ranges to forget."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptTensor:
-    """The graph's record of a tensor that stays in memory."""
-
-    tensor: torch.Tensor
-    version: int
-    kept: KeptBytes | None = None
-    """The graphs' handle of the bytes of a pass that was not examined."""
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, kept: KeptBytes | None = None) -> KeptTensor:
-        """A record with the detached tensor: a graph that held its own output would never be freed."""
-        detached = _detached(tensor)
-        return cls(detached, 0 if detached.is_inference() else detached._version, kept)
-
-    def check_version(self) -> None:
-        """Raise RuntimeError if the tensor was modified in place."""
-        if not self.tensor.is_inference():
-            _check_version(self.tensor, self.version, self.tensor)
-
-
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class RangeHandle:
-    """The graphs' handle of a range of bytes that leaves memory, or stays by plan unless memory gets short. When the
-    handle goes, the bytes are released, or others have room."""
+    """The graphs' handle of a range of bytes that leaves memory, or stays by plan. When the handle goes, the bytes are
+    released, or others have room."""
 
-    swapper: Swapper
     forward: ForwardPass
     position: int
     """In that forward pass."""
-    mark: int
     span: range
     """The bytes of the storage."""
     dtype: torch.dtype
     """The dtype of the tensor that was saved first. It says what codecs may do with the bytes."""
     owner: weakref.ref[torch.Tensor]
     """The tensor whose version counter counts for the range."""
-    kept: KeptBytes | None = None
+    kept: KeptBytes | None
     """The planner's leave to stay; None if the bytes leave."""
     saved: SavedBytes | None = None
     """The bytes, if they leave."""
-    records: list[weakref.ref[MovableTensor]] = field(default_factory=list)
-    """The graphs' records of tensors that stay, which change if the bytes leave."""
-    was_needed: bool = False
-    """True if a backward pass has got a tensor that stays, and may keep it alive."""
 
-    def leave(self, tensor: torch.Tensor) -> SavedBytes:
+    def leave(self, tensor: torch.Tensor, mark: int) -> SavedBytes:
         """The range of a tensor on these bytes, which the caller has to move."""
-        saved = self.saved = _saved_bytes(tensor, self)
+        saved = self.saved = _saved_bytes(tensor, self, mark)
         # No __del__: weak references are dead when a finalizer runs, so no step shares a handle that goes.
-        weakref.finalize(self, self.swapper.release, saved).atexit = False
-        return saved
-
-    def displace(self) -> SavedBytes | None:
-        """Have the graphs hold the range in place of their tensors: memory is short, and the caller writes the range.
-        None if that would free no memory. Call it with the swapper's lock held."""
-        staying = [one for record in self.records if (one := record()) is not None and one.tensor is not None]
-        if self.was_needed or self.kept is None or not staying:
-            return None
-        assert staying[0].tensor is not None
-        saved = self.leave(staying[0].tensor)
-        saved.kept, self.kept, saved.unread = self.kept, None, len(staying)
-        self.forward.displace(self.position, saved)
-        for one in staying:
-            one.leave()
+        weakref.finalize(self, self.forward.swapper.release, saved).atexit = False
         return saved
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class MovableTensor:
-    """The graph's record of a tensor on a range of bytes that leaves memory, or stays by plan."""
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """The graph's record of a saved tensor."""
 
-    handle: RangeHandle
-    forward: ForwardPass
-    position: int
-    """In the forward pass."""
+    tensor: torch.Tensor
+    """The tensor, if it stays in memory. Or else a tensor without memory, with the version counter of the saved one."""
     version: int
-    tensor: torch.Tensor | None
-    """The tensor, while its bytes stay."""
+    held: RangeHandle | KeptBytes | None = None
+    """The graphs' handle of the tensor's bytes, or of those of a pass that was not examined; None if nobody counts
+    them."""
+    forward: ForwardPass | None = None
+    """The pass that has noted the tensor; None if none has."""
+    position: int = 0
+    """In the forward pass."""
     view: View | None = None
-    """The tensor's place in the bytes that leave."""
-    versioned: torch.Tensor | None = None
-    """Has no memory, but the version counter of the saved tensor."""
+    """The tensor's place in the bytes that leave; None if it stays."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, handle: RangeHandle, forward: ForwardPass, position: int) -> MovableTensor:
-        record = cls(handle, forward, position, tensor._version, _detached(tensor))
-        if handle.saved is None:
-            handle.records.append(weakref.ref(record))
-        else:
-            record.leave()
-        return record
+    def kept(
+        cls,
+        tensor: torch.Tensor,
+        held: RangeHandle | KeptBytes | None = None,
+        forward: ForwardPass | None = None,
+        position: int = 0,
+    ) -> PackedTensor:
+        """A record with the detached tensor: a graph that held its own output would never be freed."""
+        detached = _detached(tensor)
+        return cls(detached, 0 if detached.is_inference() else detached._version, held, forward, position)
 
-    def leave(self) -> None:
-        """Hold the tensor's place in the bytes in place of the tensor."""
-        assert self.tensor is not None
-        self.view, self.versioned = View.of(self.tensor), _without_memory(self.tensor)
-        self.tensor = None  # last: other threads may ask for the tensor meanwhile
+    @classmethod
+    def of(cls, tensor: torch.Tensor, handle: RangeHandle, forward: ForwardPass, position: int) -> PackedTensor:
+        """A record of a tensor on a range."""
+        if handle.saved is None:
+            return cls.kept(tensor, handle, forward, position)
+        return cls(_without_memory(tensor), tensor._version, handle, forward, position, View.of(tensor))
 
     def check_version(self) -> None:
         """Raise RuntimeError if the tensor was modified in place."""
-        if (kept := self.tensor) is not None:
-            _check_version(kept, self.version, kept)
-        else:
-            assert self.view is not None
-            assert self.versioned is not None
-            _check_version(self.versioned, self.version, self.view)
+        if not self.tensor.is_inference():
+            _check_version(self.tensor, self.version, self.tensor if self.view is None else self.view)
 
     def bring(self, saved: SavedBytes) -> torch.Tensor:
         """The tensor on a range that has left, in memory again.
@@ -143,14 +103,16 @@ class MovableTensor:
             OffloadError: see :meth:`fastensor.offload.swapper.Swapper.bring`.
         """
         assert self.view is not None
-        assert self.versioned is not None
+        assert isinstance(self.held, RangeHandle)
+        assert self.forward is not None
+        swapper = self.held.forward.swapper
         upcoming, unexpected = self.forward.look_ahead(saved, self.position)
-        storage, origin = self.handle.swapper.bring(saved, upcoming, unexpected)
-        tensor = _with_version_counter(self.versioned, self.view.on(storage, origin))
+        storage, origin = swapper.bring(saved, upcoming, unexpected)
+        tensor = _with_version_counter(self.tensor, self.view.on(storage, origin))
         used_on_current(tensor.conj() if tensor.is_conj() else tensor)  # of the memory, not of a conjugated copy
         if upcoming or unexpected:
             # Reading ahead wakes reader threads, so it comes last, as writing does in pack.
-            self.forward.note_read_ahead(self.handle.swapper.read_ahead(saved, upcoming, unexpected))
+            self.forward.note_read_ahead(swapper.read_ahead(saved, upcoming, unexpected))
         return tensor
 
 
@@ -183,7 +145,7 @@ class StepHooks:
         """Ranges in ``_known``."""
         self._tidy_at = _LEAST_TO_TIDY
 
-    def pack(self, tensor: torch.Tensor) -> KeptTensor | MovableTensor:
+    def pack(self, tensor: torch.Tensor) -> PackedTensor:
         """The record that the graph is to hold in place of a tensor that autograd saves."""
         started = time.perf_counter()
         nbytes = nbytes_of(tensor)
@@ -191,7 +153,7 @@ class StepHooks:
             self._begin_pass()
         if (unexamined := self._unexamined) is not None:
             if unexamined.nbytes + nbytes <= unexamined.most_nbytes:
-                whole = KeptTensor.of(tensor, unexamined.kept)
+                whole = PackedTensor.kept(tensor, unexamined.kept)
                 self._engine.note_use(nbytes, tensor.device)
                 unexamined.count += 1
                 unexamined.nbytes += nbytes
@@ -211,7 +173,7 @@ class StepHooks:
                     self._engine.note_memory(swapper)
                     return record
             kept[reason] = len(span)
-            return KeptTensor.of(tensor)
+            return PackedTensor.kept(tensor)
         finally:
             self._saved_nbytes += nbytes
             if self._forward is not None:
@@ -240,33 +202,32 @@ class StepHooks:
         """Record what is saved next as a pass of its own."""
         self._forward, self._saved_nbytes = None, 0
 
-    def unpack(self, packed: KeptTensor | MovableTensor) -> torch.Tensor:
+    def unpack(self, packed: PackedTensor) -> torch.Tensor:
         """The tensor that autograd needs again."""
         self._is_over = True
         self._note_pass(is_needed=True)
-        if isinstance(packed, KeptTensor):
+        held, forward = packed.held, packed.forward
+        if forward is None:
             packed.check_version()
-            if packed.kept is not None:
+            if held is not None:
                 self._engine.note_use(nbytes_of(packed.tensor), packed.tensor.device)
             return packed.tensor
-        started = time.perf_counter()
-        clock, handle = started - self._seconds_in_hooks, packed.handle
-        if (kept := packed.tensor) is not None:
-            handle.was_needed = True
-            packed.forward.note_needed(packed.position, clock)
+        assert isinstance(held, RangeHandle)
+        started, saved = time.perf_counter(), held.saved
+        forward.note_needed(packed.position, started - self._seconds_in_hooks, saved)
+        if saved is None:
             packed.check_version()
-            self._engine.note_use(len(handle.span), kept.device)
+            self._engine.note_use(len(held.span), packed.tensor.device)
             self._note_time(started)
-            return kept
-        assert handle.saved is not None
-        packed.forward.note_needed(packed.position, clock, handle.saved)
-        handle.swapper.check_process()
+            return packed.tensor
+        swapper = held.forward.swapper
+        swapper.check_process()
         packed.check_version()
         try:
-            with self._engine.guarded(handle.swapper):
-                tensor = packed.bring(handle.saved)
-                self._engine.note_memory(handle.swapper)
-                self._engine.note_use(handle.saved.nbytes, tensor.device)
+            with self._engine.guarded(swapper):
+                tensor = packed.bring(saved)
+                self._engine.note_memory(swapper)
+                self._engine.note_use(saved.nbytes, tensor.device)
                 return tensor
         finally:
             self._note_pass(is_needed=True)
@@ -311,7 +272,7 @@ class StepHooks:
 
     def _offload(
         self, tensor: torch.Tensor, span: range, swapper: Swapper, counts: dict[str, int], kept: dict[str, int]
-    ) -> KeptTensor | MovableTensor:
+    ) -> PackedTensor:
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
         forward = self._current_forward(swapper)
@@ -320,50 +281,46 @@ class StepHooks:
             if shared.saved is not None:
                 counts["shared_bytes"] = len(span)
             known = shared.position if shared.forward is forward else None
-            return MovableTensor.of(tensor, shared, forward, forward.add_again(known, shared.saved, self._clock))
+            return PackedTensor.of(tensor, shared, forward, forward.add_again(known, shared.saved, self._clock))
         if len(span) < self._engine.config.min_bytes:
             kept["small"] = len(span)
-            return KeptTensor.of(tensor)
+            return PackedTensor.kept(tensor)
         mark = forward.mark(len(span), tensor.dtype, tensor.device)
         if mark in swapper.externally_referenced:
             kept["externally referenced"] = len(span)
             forward.add(None, forward.record.nothing(self._clock))
-            return KeptTensor.of(tensor)
+            return PackedTensor.kept(tensor)
         self._engine.note_use(len(span), tensor.device)
-        handle = RangeHandle(
-            swapper, forward, forward.next_position, mark, span, tensor.dtype, weakref.ref(_owner_of(tensor))
-        )
         noted = _noted(tensor, mark, len(span), self._clock, self._ratio(tensor, span, mark, swapper))
-        handle.kept = self._engine.planner.keep(mark, len(span), tensor.device)
-        saved = handle.leave(tensor) if handle.kept is None else None
-        record = MovableTensor.of(tensor, handle, forward, handle.position)
+        staying = self._engine.planner.keep(mark, len(span), tensor.device)
+        handle = RangeHandle(
+            forward, forward.next_position, span, tensor.dtype, weakref.ref(_owner_of(tensor)), staying
+        )
+        saved = handle.leave(tensor, mark) if staying is None else None
+        record = PackedTensor.of(tensor, handle, forward, handle.position)
         if saved is not None:
             swapper.admit(saved)  # wakes a writer thread: no call follows that lets other threads run first
-            forward.add(saved, noted)
         else:
             kept["fits"] = len(span)
-            forward.add(None, noted)
-            if tensor.device.type == "cpu":
-                swapper.keep(handle)
+        forward.add(saved, noted)
         self._remember(key, handle)
         return record
 
     def _ratio(self, tensor: torch.Tensor, span: range, mark: int, swapper: Swapper) -> float:
-        """Ratio by which codecs make a tensor smaller, as it was written last; or by a sample, before it is planned."""
+        """Ratio by which codecs make a tensor smaller, as it was written last; or by a sample, before it is written."""
         codecs = self._engine.config.codecs
         if not codecs:
             return 1.0
-        ratio = swapper.ratio_of(mark)
-        if ratio > 1:
-            return ratio
-        if (known := self._engine.planner.ratio_of(mark)) is not None:
+        if (known := swapper.ratio_of(mark)) is not None:
             return known
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         memory = memory.set_(tensor.untyped_storage(), span.start, (len(span),), (1,))
         try:
-            return max(sampled_ratio([memory], tensor.dtype, set(codecs)), 1.0)
+            ratio = sampled_ratio([memory], tensor.dtype, set(codecs))
         except torch.OutOfMemoryError:  # a full GPU has no memory for the sample, but may have enough for the step
-            return 1.0
+            ratio = 1.0
+        swapper.note_ratio(mark, ratio)
+        return ratio
 
     def _current_forward(self, swapper: Swapper) -> ForwardPass:
         """The forward pass that saves something now: a new one after a backward pass, or with a new swapper."""
@@ -377,12 +334,13 @@ class StepHooks:
         known = self._known.get(key, [])
         known[:] = (one for one in known if one() is not None)
         for one in known:
-            if (handle := one()) is None or handle.owner() is not owner or not self._suffices_for(tensor, handle.dtype):
+            if (handle := one()) is None or handle.owner() is not owner:
                 continue
-            covers = handle.span.start <= span.start and span.stop <= handle.span.stop
-            if covers and handle.saved is None:
+            if not (handle.span.start <= span.start and span.stop <= handle.span.stop):
+                continue
+            if handle.saved is None:
                 return handle
-            if covers and handle.saved is not None and handle.swapper is swapper:
+            if handle.forward.swapper is swapper and self._suffices_for(tensor, handle.dtype):
                 swapper.share(handle.saved)
                 return handle
         return None
@@ -412,7 +370,7 @@ class StepHooks:
         self._tidy_at = _LEAST_TO_TIDY + 2 * self._count
 
 
-def _saved_bytes(tensor: torch.Tensor, handle: RangeHandle) -> SavedBytes:
+def _saved_bytes(tensor: torch.Tensor, handle: RangeHandle, mark: int) -> SavedBytes:
     """The range of a tensor that leaves memory."""
     storage = tensor.untyped_storage()
     return SavedBytes(
@@ -424,7 +382,7 @@ def _saved_bytes(tensor: torch.Tensor, handle: RangeHandle) -> SavedBytes:
         page_offset=page_offset_of(tensor, handle.span),
         ready=event_now(tensor.device),
         dtype=tensor.dtype,
-        mark=handle.mark,
+        mark=mark,
         position=handle.position,
     )
 

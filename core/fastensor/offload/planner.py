@@ -11,7 +11,7 @@ import dataclasses
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -32,7 +32,6 @@ _HOST = torch.device("cpu")
 _SHARE_OF_FREE_MEMORY = 0.8
 """Share of the memory that is left when transfers and gradients have theirs. The rest is for what nobody counts: what
 other processes take, and holes between tensors."""
-_UNPLANNED = (False, 1.0)
 _PLANNED_AT = (1, 2, 4)
 """The passes of a form after which it is planned: the first ones are slower than those that follow."""
 _MOST_FORMS = 16
@@ -53,7 +52,7 @@ _OPERATION_TENSORS = 4
 """An operation, in either pass, may take the memory of so many of the largest saved tensors besides: for its results or
 gradients, and for what it computes on the way."""
 _KEPT_PER_PASS = 0.875
-"""The share of a shortage, and of the largest saved tensor, that still counts after one more pass."""
+"""The share of the largest saved tensor that still counts after one more pass."""
 _MOST_PASSES = 8
 """Forward passes whose backward pass may still come, before the oldest is not looked at any more."""
 
@@ -159,11 +158,9 @@ class PlannedForm:
     passes: int
     """Number of passes of this form."""
 
-    def by_mark(self) -> Iterator[tuple[int, tuple[bool, float]]]:
-        """The mark of each tensor, and whether it leaves memory, and its ratio."""
-        for index, one in enumerate(self.record.tensors):
-            if one.nbytes:
-                yield one.mark, (index in self.plan.out, one.ratio)
+    def leaving(self) -> set[int]:
+        """Marks of the tensors that leave memory."""
+        return {self.record.tensors[index].mark for index in self.plan.out}
 
     def kept_nbytes(self) -> Counter[torch.device]:
         """The bytes that stay in the memory of each device."""
@@ -187,29 +184,33 @@ class Planner:
         config: the schedule, and the budgets of transfers.
         rates: how fast transfers have been; None before the first one.
         unallocated: bytes of gradients that the backward pass will allocate.
+        in_transit: bytes of host memory that transfers take now, of their budgets.
     """
 
     def __init__(
-        self, config: OffloadConfig, rates: Callable[[], TransferRates | None], unallocated: Callable[[], int]
+        self,
+        config: OffloadConfig,
+        rates: Callable[[], TransferRates | None],
+        unallocated: Callable[[], int],
+        in_transit: Callable[[], int] = lambda: 0,
     ) -> None:
         self._config = config
         self._rates = rates
         self._unallocated = unallocated
+        self._in_transit = in_transit
         self._lock = threading.Lock()
         self._released: deque[tuple[torch.device, int]] = deque()
         self._kept: Counter[torch.device] = Counter()
         self._limits: dict[torch.device, int] = {}
         self._largest: Counter[torch.device] = Counter()
         """The bytes of the largest saved tensor of the latest passes."""
-        self._shortage: Counter[torch.device] = Counter()
-        """Bytes by which memory was short in the latest passes, though what stayed was within the limit."""
         self._looked_at = 0.0
         self._passes: deque[PassRecord] = deque(maxlen=_MOST_PASSES)
         self._unexamined = 0
         """Passes since one was examined."""
         self._forms: OrderedDict[int, PlannedForm] = OrderedDict()
-        self._planned: dict[int, tuple[bool, float]] = {}
-        """By mark, whether the tensor leaves memory, and the ratio that it was planned with."""
+        self._leaving: set[int] = set()
+        """Marks of tensors that leave memory by plan."""
         self.peak_bytes = 0
         """The most bytes that stayed at a time."""
 
@@ -257,6 +258,11 @@ class Planner:
                     self._passes.remove(ended)
                     self._note(ended, profile)
 
+    def look_again(self) -> None:
+        """Find out how much memory is free when that is needed next."""
+        with self._lock:
+            self._limits.clear()
+
     def kept_bytes(self) -> int:
         """Bytes that stay in memory by plan, now."""
         if not self._config.keeps_some:
@@ -272,25 +278,10 @@ class Planner:
         with self._lock:
             self._let_go_released()
             self._largest[device] = max(self._largest[device], nbytes)
-            if self._planned.get(mark, _UNPLANNED)[0]:
-                return None
-            if self._kept[device] + nbytes > self._limit(device):
+            if mark in self._leaving or self._kept[device] + nbytes > self._limit(device):
                 return None
             self._hold(device, nbytes)
         return KeptBytes(nbytes, device, self._released)
-
-    def besides(self, device: torch.device) -> int:
-        """Bytes that steps take on a device besides saved tensors and their transfers: for gradients that the backward
-        pass will allocate, and for what single operations take."""
-        return self._unallocated() + _OPERATION_TENSORS * self._largest[device]
-
-    def note_shortage(self, device: torch.device, nbytes: int) -> None:
-        """Note that so many bytes had to leave, though they were to stay, because memory got short. Fewer stay from now
-        on, and the more again the more passes go well."""
-        if nbytes:
-            with self._lock:
-                self._shortage[device] += nbytes
-                self._limits.pop(device, None)
 
     def planned(self, record: PassRecord) -> PlannedForm:
         """The plan of a pass that has ended, whether or not there is one of its form."""
@@ -298,11 +289,6 @@ class Planner:
         assert profile is not None
         with self._lock:
             return self._new_plan(record, profile, 1)
-
-    def ratio_of(self, mark: int) -> float | None:
-        """The ratio that a planned tensor was profiled with; None if the tensor is not planned."""
-        planned = self._planned.get(mark)
-        return None if planned is None else planned[1]
 
     def latest(self) -> PlannedForm | None:
         """Latest plan."""
@@ -341,16 +327,15 @@ class Planner:
             config = self._config.for_device(device)
             reserve = config.staging_nbytes + config.prefetch_nbytes + self._unallocated()
             if device == _HOST:  # which also keeps memory that was read into, for what is read next
-                reserve += config.prefetch_nbytes + (config.dram_bytes or 0)
-            left = _free_memory(device) - reserve - self._shortage[device]
+                reserve += config.prefetch_nbytes + (config.dram_bytes or 0) - self._in_transit()
+            left = _free_memory(device) - reserve
             self._limits[device] = int(_SHARE_OF_FREE_MEMORY * left) + self._kept[device]
         return max(self._limits[device] - _OPERATION_TENSORS * self._largest[device], 0)
 
     def _note(self, record: PassRecord, profile: StepProfile) -> None:
         """Plan the form of a pass that has ended, if it is new, or its plan is not good any more."""
-        for passing in (self._shortage, self._largest):
-            for device in passing:
-                passing[device] = int(_KEPT_PER_PASS * passing[device])
+        for device in self._largest:
+            self._largest[device] = int(_KEPT_PER_PASS * self._largest[device])
         for one in record.tensors:
             self._largest[one.device] = max(self._largest[one.device], one.nbytes)
         known = self._forms.pop(record.form, None)
@@ -359,21 +344,16 @@ class Planner:
             self._forms[record.form] = self._new_plan(record, profile, passes)
             if len(self._forms) > _MOST_FORMS:
                 self._forms.popitem(last=False)
-            self._planned = self._merged()
+            self._leaving = self._merged()
         else:
             self._forms[record.form] = dataclasses.replace(known, passes=passes)
 
-    def _merged(self) -> dict[int, tuple[bool, float]]:
+    def _merged(self) -> set[int]:
         """Union of the plans. Where passes of several forms begin alike, a tensor leaves if it leaves in one
         of them: nobody knows yet which one it will be, and none may keep more than its limit. A plan that is not good
         any more, and is made anew when such a pass comes again, does not count."""
-        merged: dict[int, tuple[bool, float]] = {}
-        for form in self._forms.values():
-            if form.is_outdated(self._limits_of(form.record)):
-                continue
-            for mark, (leaves, ratio) in form.by_mark():
-                merged[mark] = leaves or merged.get(mark, _UNPLANNED)[0], ratio
-        return merged
+        good = (form for form in self._forms.values() if not form.is_outdated(self._limits_of(form.record)))
+        return set[int]().union(*(form.leaving() for form in good))
 
     def _new_plan(self, record: PassRecord, profile: StepProfile, passes: int) -> PlannedForm:
         limits = self._limits_of(record)

@@ -14,7 +14,6 @@ from fastensor.backends.buffers import Buffer
 from fastensor.backends.streams import Event
 from fastensor.errors import OffloadError
 from fastensor.offload.codecs import Encoding
-from fastensor.offload.planner import KeptBytes
 from fastensor.offload.slots import FileSlot
 
 
@@ -94,8 +93,6 @@ class SavedBytes:
     """Saved tensors on this range that the backward pass has not asked for."""
     prefetched: bool = False
     """True if ``loaded`` was read ahead, and has not been asked for since."""
-    kept: KeptBytes | None = None
-    """The planner's leave to stay in memory, until the bytes are written; None if the range never had one."""
     was_needed: bool = False
     """True if a backward pass has got ``source``, and may keep it alive."""
     released: bool = False

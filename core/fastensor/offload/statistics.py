@@ -157,8 +157,6 @@ class OffloadStatistics:
     """Bytes read from SSDs, before they were decoded."""
     taken_back_bytes: int
     """Bytes that were needed before their write had begun, so that they were not written."""
-    displaced_bytes: int
-    """Bytes that were to stay in memory by plan, and were offloaded after all because memory got short."""
     kept: Mapping[str, int]
     """Bytes that were left in memory, by the reason: ``fits`` (there is room for them, by the schedule), ``parameter``,
     ``small``, ``unexamined`` (in passes like earlier ones, of which everything has stayed), ``externally referenced``,
@@ -275,8 +273,6 @@ class OffloadStatistics:
             f"{human_size(self.peak_loaded_bytes)} on the way in, {human_size(self.peak_ssd_bytes)} on SSDs",
             "kept: " + (", ".join(f"{why} {human_size(count)}" for why, count in self.kept.items()) or "nothing"),
         ]
-        if self.displaced_bytes:
-            lines.append(f"memory got short: {human_size(self.displaced_bytes)} of what fits were offloaded later")
         if self.encoded:
             made = (f"{name} {one}" for name, one in self.encoded.items())
             lines.append("made smaller: " + "; ".join(made))
