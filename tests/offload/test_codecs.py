@@ -13,7 +13,7 @@ from models import CASES, equal, gradients, slot_files
 from torch import nn
 
 from fastensor.backends import direct
-from fastensor.offload import CorruptActivationError, OffloadConfig, encoded, moving
+from fastensor.offload import CorruptActivationError, OffloadConfig, moving
 
 Case = tuple[torch.Tensor, list[torch.Tensor]]
 
@@ -63,7 +63,7 @@ def test_a_net_with_relu_gets_smaller(make: Any, options: dict[str, Any]) -> Non
 
 
 def test_ranges_on_a_device(make: Any, staged: None) -> None:
-    """A device's tensors go to staging blocks unless they are encoded, which is done where they are."""
+    """A device's tensors are encoded in staging blocks."""
     expected = gradients(relu_net, None)
     offload = make(codecs=("csr",), dram_bytes=8 << 20)
     for _ in range(2):
@@ -151,29 +151,6 @@ def test_damage_is_found_before_anything_is_decoded(make: Any, verify: bool) -> 
     message = "have CRC32" if verify else "cannot be decoded .*names another number of values"
     with pytest.raises(CorruptActivationError, match=rf"has changed on the disk of .*{message}"):
         loss.backward()
-
-
-@pytest.mark.parametrize("disks", ["full", "sound"])
-def test_memory_that_changes_while_it_is_encoded(make: Any, monkeypatch: pytest.MonkeyPatch, disks: str) -> None:
-    """Without autograd's knowledge, as some kernels do: then it is written as it is, and its slot is given back."""
-    measure = encoded.measure
-
-    def and_change(saved: Any, wanted: Any) -> Any:
-        found = measure(saved, wanted)
-        saved.source.fill_(1)
-        return found
-
-    monkeypatch.setattr(encoded, "measure", and_change)
-    offload = make(codecs=("csr",), **({"ssd_bytes": 4096} if disks == "full" else {}))
-    weight = torch.randn(50_000, requires_grad=True)
-    with offload.step():
-        loss = (weight * torch.zeros(50_000, dtype=torch.float32)).sum()
-    offload.settle()
-    (found,) = torch.autograd.grad(loss, weight)
-    assert torch.equal(found.view(torch.uint8), torch.ones(200_000, dtype=torch.uint8))
-    assert offload.statistics().encoded == {}
-    del loss
-    assert offload.memory_usage()["on_ssd"] == 0
 
 
 def test_the_ratio_of_a_tensor_is_known_in_the_next_pass(make: Any) -> None:

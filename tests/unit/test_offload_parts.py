@@ -24,7 +24,7 @@ from fastensor.offload.geometry import View, bytes_to_move, spanned
 from fastensor.offload.host_memory import HostMemory, page_fault_seconds
 from fastensor.offload.planner import PassRecord
 from fastensor.offload.prefetch_schedule import PrefetchSchedule, PrefetchSchedules, complete
-from fastensor.offload.saved import SavedBytes, StoredBytes
+from fastensor.offload.saved import SavedBytes, StoredBytes, StoredPiece
 from fastensor.offload.slots import ALIGNMENT, SlotFiles
 from fastensor.offload.statistics import drive_days
 from fastensor.offload.swapper import Swapper
@@ -327,7 +327,7 @@ def test_the_first_touch_of_memory_takes_time() -> None:
 def test_only_ranges_that_were_written_until_they_are_needed_have_moved(away: bool) -> None:
     storage = torch.UntypedStorage(100)
     saved = SavedBytes(100, 0, storage.device, StorageWeakRef(storage), storage)  # type: ignore[no-untyped-call]
-    saved.stored = StoredBytes(cast(slots.FileSlot, None), "numpy", 0, 60)
+    saved.stored = StoredBytes("numpy", (StoredPiece(cast(slots.FileSlot, None), 60, 60, 0),))
     saved.source = None if away else storage
     record = PassRecord()
     forward = ForwardPass(cast(Swapper, None), lambda form, positions: PrefetchSchedule([]), record)

@@ -57,8 +57,8 @@ class OffloadConfig:
     1: the same for a share of the bytes that a forward pass saves, if that much is free; the first pass of a kind goes
     by ``"auto"``, because nobody knows yet how many bytes there will be.
 
-    Free host memory is looked at again while tensors are saved: if it gets short, nothing more stays. What stays already
-    does not leave, nor does anything in passes that are not examined because everything fits.
+    Free host memory is looked at again while tensors are saved: if it gets short, nothing more stays. What stays
+    already does not leave, nor does anything in passes that are not examined because everything fits.
 
     The first forward passes of a kind are measured, and then planned (the FlashNeuron paper, section 3.3):
     :meth:`ActivationOffload.plan` shows it."""
@@ -91,14 +91,15 @@ class OffloadConfig:
     and after that module: compiled code saves all of its tensors when it ends. With ``fullgraph=True`` torch raises
     instead. Compile modules that no pattern fits, or one by one those that patterns fit."""
     codecs: tuple[Codec, ...] = ()
-    """Codecs that make tensors smaller before they go to the SSD, at a cost in time of processors, or of the GPU.
+    """Codecs that make tensors smaller before they go to the SSD, at a cost in time of the host's processors.
 
     ``"csr"`` leaves zeros out, and keeps every bit: it is used for tensors that get smaller by that, such as outputs of
     ReLU. ``"fp16"`` or ``"bf16"`` rounds float32 to 16 bits, and so changes gradients: those of tensors that were
-    written and read, which depends on timing. Other dtypes are left alone, and with ``fp16`` so is a tensor in which a
-    finite number would become infinity. ``("csr", "fp16")`` does both (the FlashNeuron paper, section 3.2).
+    written and read, which depends on timing. Other dtypes are left alone, and with ``fp16`` so are 4 MiB of a tensor in
+    which a finite number would become infinity. ``("csr", "fp16")`` does both (the FlashNeuron paper, section 3.2).
 
-    Nothing is encoded that stays in host memory by ``dram_bytes``."""
+    Nothing is encoded that stays in host memory by ``dram_bytes``, nor tensors of a GPU that are larger than
+    ``staging_bytes``."""
     backend: str = registry.AUTO
     """The backend that moves the bytes: ``direct``, ``numpy``, ``gds``, or by default the one that was the fastest for
     tensors of the size on this machine (the Fastensor paper's WRDic)."""

@@ -18,32 +18,33 @@ from fastensor.offload.slots import FileSlot
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedPiece:
-    """A piece of a range in a slot, encoded."""
+class StoredPiece:
+    """A piece of a range in a slot of its own."""
 
-    offset: int
-    """In the slot."""
+    slot: FileSlot
+    memory_nbytes: int
+    """Bytes of the range in the piece."""
     nbytes: int
-    """Bytes of the encoded piece."""
+    """Bytes that were written for them."""
     crc32: int
     """CRC32 of these bytes; 0 if nothing is verified."""
+    encoding: Encoding | None = None
+    """Encoding of the bytes; None if they are as they were in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
     """A complete copy on the SSD."""
 
-    slot: FileSlot
     backend: str
-    """The backend that has written the slot."""
-    crc32: int
-    """CRC32 of the bytes; 0 if nothing is verified, or the bytes are encoded."""
-    nbytes: int
-    """Bytes that were written."""
-    encoding: Encoding | None = None
-    """Encoding of the bytes; None if they are as they were in memory."""
-    pieces: tuple[EncodedPiece, ...] = ()
-    """The encoded pieces, in order."""
+    """The backend that has written the slots."""
+    pieces: tuple[StoredPiece, ...]
+    """In order."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were written."""
+        return sum(piece.nbytes for piece in self.pieces)
 
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)

@@ -425,9 +425,10 @@ class Swapper:
     def _note_written(self, saved: SavedBytes, stored: StoredBytes) -> None:
         self._counters.counts["written_bytes"] += stored.nbytes
         self._counters.written_by[stored.backend] += stored.nbytes
-        if stored.encoding is not None:
-            self._counters.encoded[stored.encoding.name] += saved.nbytes
-            self._counters.encoded_to[stored.encoding.name] += stored.nbytes
+        for piece in stored.pieces:
+            if piece.encoding is not None:
+                self._counters.encoded[piece.encoding.name] += piece.memory_nbytes
+                self._counters.encoded_to[piece.encoding.name] += piece.nbytes
         if self.config.codecs:
             self._ratios[saved.mark] = saved.nbytes / max(stored.nbytes, 1)
 

@@ -137,8 +137,8 @@ class StorageTiers:
         if saved.released:
             saved.source = None
             stored, saved.stored = saved.stored, None
-            if stored is not None:
-                self.free(stored.slot)
+            for piece in stored.pieces if stored is not None else ():
+                self.free(piece.slot)
 
     @contextmanager
     def bounce_block(self) -> Iterator[Buffer]:

@@ -206,8 +206,9 @@ def note_move(
     found: dict[str, Any] = {"tensor": saved.position, "memory_bytes": saved.nbytes, "dtype": str(saved.dtype)}
     if isinstance(outcome, StoredBytes):
         found |= {"bytes": outcome.nbytes, "backend": outcome.backend}
-        if outcome.encoding is not None:
-            found["codec"] = outcome.encoding.name
+        for piece in outcome.pieces:
+            if piece.encoding is not None:
+                found["codec"] = piece.encoding.name
     elif outcome is not None:
         found["failed"] = str(outcome) or type(outcome).__name__
     trace.complete(what, started, **found)
