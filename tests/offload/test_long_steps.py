@@ -21,8 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastensor.offload
 from fastensor.offload import ActivationOffload, OffloadConfig, hooks, planner
+from fastensor.offload.forward import PrefetchSchedule
 from fastensor.offload.jobs import Jobs
-from fastensor.offload.prefetch_schedule import PrefetchSchedule
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.statistics import Counters
 from fastensor.offload.swapper import Swapper

@@ -21,9 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fastensor.errors import OffloadError
 from fastensor.files.words import human_size
 from fastensor.offload import ActivationOffload, OffloadConfig, hooks, host_memory, planner, swapper
-from fastensor.offload.forward import ForwardPass
+from fastensor.offload.forward import ForwardPass, PrefetchSchedules
 from fastensor.offload.planner import PassRecord, SavedTensor
-from fastensor.offload.prefetch_schedule import PrefetchSchedule
 from fastensor.offload.scheduler import TransferRates
 
 LAYERS, WIDTH, BATCH = 6, 64, 256
@@ -349,12 +348,8 @@ def test_tensors_that_others_keep_ask_for_no_memory_of_the_host() -> None:
 
 
 def test_the_same_sizes_on_another_device_are_another_form(make: Any) -> None:
-    forward = ForwardPass(
-        make()._engine.swapper(torch.device("cpu")), lambda form, saved: PrefetchSchedule([]), PassRecord()
-    )
-    other = ForwardPass(
-        make()._engine.swapper(torch.device("cpu")), lambda form, saved: PrefetchSchedule([]), PassRecord()
-    )
+    forward = ForwardPass(make()._engine.swapper(torch.device("cpu")), PrefetchSchedules(), PassRecord())
+    other = ForwardPass(make()._engine.swapper(torch.device("cpu")), PrefetchSchedules(), PassRecord())
     assert forward.mark(100, torch.float32, torch.device("cpu")) != other.mark(100, torch.float32, torch.device("cuda"))
 
 

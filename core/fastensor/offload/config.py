@@ -95,7 +95,7 @@ class OffloadConfig:
 
     ``"csr"`` leaves zeros out, and keeps every bit: it is used for tensors that get smaller by that, such as outputs of
     ReLU. ``"fp16"`` or ``"bf16"`` rounds float32 to 16 bits, and so changes gradients: those of tensors that were
-    written and read, which depends on timing. Other dtypes are left alone, and with ``fp16`` so are 4 MiB of a tensor in
+    written and read, which depends on timing. Other dtypes are left alone, and with ``fp16`` so are 4 MiB in
     which a finite number would become infinity. ``("csr", "fp16")`` does both (the FlashNeuron paper, section 3.2).
 
     Nothing is encoded that stays in host memory by ``dram_bytes``, nor tensors of a GPU that are larger than

@@ -13,7 +13,7 @@ from fastensor.backends.memory import copy_memory
 from fastensor.backends.streams import Copies, Event, wait_for
 from fastensor.backends.to_device import DeviceTarget
 from fastensor.errors import OffloadError
-from fastensor.offload.geometry import ALIGNMENT
+from fastensor.offload.tensors import ALIGNMENT
 
 STAGED = {"cuda"}
 """Device types whose tensors go through staging blocks, out and in, so that device memory is free early. Backends write

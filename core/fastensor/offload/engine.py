@@ -17,11 +17,10 @@ from fastensor.errors import OffloadError
 from fastensor.files.forks import in_children
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.copying import PAGE_NBYTES
-from fastensor.offload.forward import ForwardPass
+from fastensor.offload.forward import ForwardPass, PrefetchSchedules
 from fastensor.offload.host_memory import is_address_space_limited, page_fault_seconds, spare_address_space
 from fastensor.offload.modules import AttachedModel, PersistentStorages
 from fastensor.offload.planner import Planner, UnexaminedPass
-from fastensor.offload.prefetch_schedule import PrefetchSchedules
 from fastensor.offload.report import OffloadEstimate, estimate_of, report_of
 from fastensor.offload.scheduler import TransferRates
 from fastensor.offload.statistics import (
@@ -146,7 +145,7 @@ class OffloadEngine:
             self._forward_passes += 1
             if self._forward_passes % _FORGET_REFERENCED_EVERY == 0:
                 swapper.externally_referenced.clear()
-        return ForwardPass(swapper, self._schedules.begin, self.planner.begin_pass(is_rest=is_rest))
+        return ForwardPass(swapper, self._schedules, self.planner.begin_pass(is_rest=is_rest))
 
     def _rates(self) -> TransferRates | None:
         """Rates of transfers since they were last found out, or since the one time before, if little has moved

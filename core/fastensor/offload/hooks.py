@@ -17,11 +17,19 @@ from fastensor.offload.codecs import LOSSY, sampled_ratio
 from fastensor.offload.copying import page_offset_of
 from fastensor.offload.engine import NOTHING, OffloadEngine
 from fastensor.offload.forward import ForwardPass
-from fastensor.offload.geometry import View, bytes_to_move, empty, spanned
-from fastensor.offload.persistent import is_cast_of_parameter, nbytes_of, reason_to_keep, storage_of
 from fastensor.offload.planner import KeptBytes, SavedTensor, UnexaminedPass
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.swapper import Swapper
+from fastensor.offload.tensors import (
+    View,
+    bytes_to_move,
+    empty,
+    is_cast_of_parameter,
+    nbytes_of,
+    reason_to_keep,
+    spanned,
+    storage_of,
+)
 from fastensor.offload.trace import TracedPass
 
 _LEAST_TO_TIDY = 256
