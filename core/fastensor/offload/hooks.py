@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -30,10 +30,10 @@ from fastensor.offload.tensors import (
     spanned,
     storage_of,
 )
-from fastensor.offload.trace import TracedPass
+from fastensor.offload.trace import TracedPass, note_now
 
 _LEAST_TO_TIDY = 256
-"""Ranges that a step knows before it looks for ranges to forget."""
+"""Ranges that a pass saves before a step looks whether graphs still hold most of them."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -44,10 +44,7 @@ class RangeHandle:
     forward: ForwardPass
     position: int
     """In that forward pass."""
-    span: range
-    """The bytes of the storage."""
-    dtype: torch.dtype
-    """The dtype of the tensor that was saved first. It says what codecs may do with the bytes."""
+    nbytes: int
     owner: weakref.ref[torch.Tensor]
     """The tensor whose version counter counts for the range."""
     kept: KeptBytes | None
@@ -55,12 +52,11 @@ class RangeHandle:
     saved: SavedBytes | None = None
     """The bytes, if they leave."""
 
-    def leave(self, tensor: torch.Tensor, mark: int) -> SavedBytes:
-        """The range of a tensor on these bytes, which the caller has to move."""
-        saved = self.saved = _saved_bytes(tensor, self, mark)
-        # No __del__: weak references are dead when a finalizer runs, so no step shares a handle that goes.
+    def leave(self, saved: SavedBytes) -> None:
+        """Have the bytes released when the handle goes. No ``__del__``: weak references are dead when a finalizer runs,
+        so no step shares a handle that goes."""
+        self.saved = saved
         weakref.finalize(self, self.forward.swapper.release, saved).atexit = False
-        return saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +143,11 @@ class StepHooks:
         """True if the first tensors of the forward pass were not examined, and the others are."""
         self._saved_nbytes = 0
         """Bytes of all tensors that the forward pass has saved so far."""
-        self._known: dict[tuple[int, int], list[weakref.ref[RangeHandle]]] = {}
-        """Ranges that were saved, and may be saved again while a graph holds them: by storage and version."""
-        self._count = 0
-        """Ranges in ``_known``."""
-        self._tidy_at = _LEAST_TO_TIDY
+        self._known = weakref.WeakValueDictionary[tuple[object, ...], RangeHandle]()
+        """Ranges that were saved, and may be saved again while a graph holds them."""
+        self._remembered = 0
+        """Ranges that were known when the latest record began, and that it has saved since."""
+        self._is_lossy = not LOSSY.keys().isdisjoint(engine.config.codecs)
 
     def pack(self, tensor: torch.Tensor) -> PackedTensor:
         """The record that the graph is to hold in place of a tensor that autograd saves."""
@@ -169,7 +165,7 @@ class StepHooks:
                 return whole
             self.end_unexamined()
             self._is_rest = True
-        self._note_pass()
+        self._note_pass("forward")
         self._clock = started - self._seconds_in_hooks
         counts, kept = {"packed": 1}, dict[str, int]()
         try:
@@ -186,7 +182,7 @@ class StepHooks:
             self._saved_nbytes += nbytes
             if self._forward is not None:
                 self._forward.record.saved_nbytes = self._saved_nbytes
-            self._note_pass()
+            self._note_pass("forward")
             self._note_time(started, counts, kept)
 
     def end_unexamined(self) -> None:
@@ -199,21 +195,21 @@ class StepHooks:
     def _begin_pass(self) -> None:
         """Begin another forward pass."""
         self.end_unexamined()
-        if self._count >= self._tidy_at // 2:  # or else it is not due before the pass has saved as many
-            self._forget()
         self._is_over = self._is_rest = False
         self._begin_record()
-        if self._engine.trace is None:
+        if (trace := self._engine.trace) is not None:
+            self._traced = trace.begin_pass()
+        else:
             self._unexamined = self._engine.begin_unexamined()
 
     def _begin_record(self) -> None:
         """Record what is saved next as a pass of its own."""
-        self._forward, self._saved_nbytes = None, 0
+        self._forward, self._saved_nbytes, self._remembered = None, 0, len(self._known)
 
     def unpack(self, packed: PackedTensor) -> torch.Tensor:
         """The tensor that autograd needs again."""
         self._is_over = True
-        self._note_pass(is_needed=True)
+        self._note_pass("backward")
         held, forward = packed.held, packed.forward
         if forward is None:
             packed.check_version()
@@ -225,7 +221,7 @@ class StepHooks:
         forward.note_needed(packed.position, started - self._seconds_in_hooks, saved)
         if saved is None:
             packed.check_version()
-            self._engine.note_use(len(held.span), packed.tensor.device)
+            self._engine.note_use(held.nbytes, packed.tensor.device)
             self._note_time(started)
             return packed.tensor
         swapper = held.forward.swapper
@@ -238,7 +234,7 @@ class StepHooks:
                 self._engine.note_use(saved.nbytes, tensor.device)
                 return tensor
         finally:
-            self._note_pass(is_needed=True)
+            self._note_pass("backward")
             self._note_time(started)
 
     def _note_time(
@@ -248,18 +244,13 @@ class StepHooks:
         self._seconds_in_hooks += seconds
         self._engine.count(seconds, counts, kept)
 
-    def _note_pass(self, *, is_needed: bool = False) -> None:
+    def _note_pass(self, name: Literal["forward", "backward"]) -> None:
         """Note in the trace, if there is one, that the forward pass is here, or its backward pass."""
         if (trace := self._engine.trace) is None:
             return
         trace.sample_memory()
-        if is_needed:
-            if self._traced is not None:
-                self._traced.backward.note_now()
-        elif torch._C._current_graph_task_id() == -1:
-            if self._traced is None or self._traced.backward.begin is not None:
-                self._traced = trace.begin_pass()
-            self._traced.forward.note_now()
+        if self._traced is not None and (name == "backward" or torch._C._current_graph_task_id() == -1):
+            note_now(self._traced, name)
 
     def _why_kept(self, tensor: torch.Tensor, nbytes: int) -> tuple[str, range]:
         """Reason for which a tensor of ``nbytes`` stays in memory, or an empty string; and its bytes, as a range of its
@@ -270,7 +261,7 @@ class StepHooks:
         if (storage := storage_of(tensor)) is None:
             return "layout", range(nbytes)
         span = bytes_to_move(spanned(tensor), storage.nbytes())
-        if len(span) < self._engine.config.min_bytes and (storage._cdata, tensor._version) not in self._known:
+        if len(span) < self._engine.config.min_bytes and self._known_handle(tensor, span) is None:
             return "small", span
         if storage in self._persistent:
             return "buffer", span
@@ -281,18 +272,14 @@ class StepHooks:
     def _offload(
         self, tensor: torch.Tensor, span: range, swapper: Swapper, counts: dict[str, int], kept: dict[str, int]
     ) -> PackedTensor:
-        storage = tensor.untyped_storage()
-        key = storage._cdata, tensor._version
         forward = self._current_forward(swapper)
-        shared = self._share(key, tensor, span, swapper)
-        if shared is not None:
+        shared = self._known_handle(tensor, span)
+        if shared is not None and (shared.saved is None or shared.forward.swapper is swapper):
             if shared.saved is not None:
+                swapper.share(shared.saved)
                 counts["shared_bytes"] = len(span)
             known = shared.position if shared.forward is forward else None
             return PackedTensor.of(tensor, shared, forward, forward.add_again(known, shared.saved, self._clock))
-        if len(span) < self._engine.config.min_bytes:
-            kept["small"] = len(span)
-            return PackedTensor.kept(tensor)
         mark = forward.mark(len(span), tensor.dtype, tensor.device)
         if mark in swapper.externally_referenced:
             kept["externally referenced"] = len(span)
@@ -301,17 +288,16 @@ class StepHooks:
         self._engine.note_use(len(span), tensor.device)
         noted = _noted(tensor, mark, len(span), self._clock, self._ratio(tensor, span, mark, swapper))
         staying = self._engine.planner.keep(mark, len(span), tensor.device)
-        handle = RangeHandle(
-            forward, forward.next_position, span, tensor.dtype, weakref.ref(_owner_of(tensor)), staying
-        )
-        saved = handle.leave(tensor, mark) if staying is None else None
+        handle = RangeHandle(forward, forward.next_position, len(span), weakref.ref(_owner_of(tensor)), staying)
+        if staying is None:
+            handle.leave(_saved_bytes(tensor, span, handle.position, mark))
         record = PackedTensor.of(tensor, handle, forward, handle.position)
-        if saved is not None:
-            swapper.admit(saved)  # wakes a writer thread: no call follows that lets other threads run first
+        if handle.saved is not None:
+            swapper.admit(handle.saved)  # wakes a writer thread: no call follows that lets other threads run first
         else:
             kept["fits"] = len(span)
-        forward.add(saved, noted)
-        self._remember(key, handle)
+        forward.add(handle.saved, noted)
+        self._remember(self._key(tensor, span), handle)
         return record
 
     def _ratio(self, tensor: torch.Tensor, span: range, mark: int, swapper: Swapper) -> float:
@@ -336,62 +322,43 @@ class StepHooks:
             self._forward = self._engine.begin_forward(swapper, is_rest=self._is_rest)
         return self._forward
 
-    def _share(self, key: tuple[int, int], tensor: torch.Tensor, span: range, swapper: Swapper) -> RangeHandle | None:
-        """The handle of a known range that covers ``span``, for one more saved tensor; None if there is none."""
-        owner = _owner_of(tensor)
-        known = self._known.get(key, [])
-        known[:] = (one for one in known if one() is not None)
-        for one in known:
-            if (handle := one()) is None or handle.owner() is not owner:
-                continue
-            if not (handle.span.start <= span.start and span.stop <= handle.span.stop):
-                continue
-            if handle.saved is None:
-                return handle
-            if handle.forward.swapper is swapper and self._suffices_for(tensor, handle.dtype):
-                swapper.share(handle.saved)
+    def _key(self, tensor: torch.Tensor, span: range) -> tuple[object, ...]:
+        """What a range is known by. Numbers of float32 that a codec rounds are no bits of another dtype any more."""
+        kind = tensor.dtype if self._is_lossy else None
+        return tensor.untyped_storage()._cdata, tensor._version, id(_owner_of(tensor)), span, kind
+
+    def _known_handle(self, tensor: torch.Tensor, span: range) -> RangeHandle | None:
+        """The handle of a known range with a tensor's bytes: those of ``span``, or the whole storage. None if there is
+        none."""
+        for one in {span, range(tensor.untyped_storage().nbytes())}:
+            handle = self._known.get(self._key(tensor, one))
+            if handle is not None and handle.owner() is _owner_of(tensor):
                 return handle
         return None
 
-    def _suffices_for(self, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-        """True if a range has what a tensor needs of it. Numbers of float32 that a codec rounds are no bits of
-        another dtype any more."""
-        return dtype == tensor.dtype or LOSSY.keys().isdisjoint(self._engine.config.codecs)
-
-    def _remember(self, key: tuple[int, int], handle: RangeHandle) -> None:
-        """Note a range that may be saved again. Now and then, so that it costs next to nothing, forget ranges that no
-        graph holds; and the forward pass as well if most ranges that are known since it began are gone."""
-        self._known.setdefault(key, []).append(weakref.ref(handle))
-        self._count += 1
-        if self._count < self._tidy_at:
-            return
-        before = self._count
-        self._forget()
-        if self._count < before / 2:
+    def _remember(self, key: tuple[object, ...], handle: RangeHandle) -> None:
+        """Note a range that may be saved again. Forget the forward pass if most ranges that are known since it began
+        are gone: it was dropped, and another one has begun."""
+        self._known[key] = handle
+        self._remembered += 1
+        if self._remembered >= _LEAST_TO_TIDY and len(self._known) < self._remembered / 2:
             self._begin_record()
 
-    def _forget(self) -> None:
-        """Forget ranges that no graph holds."""
-        alive = {key: [one for one in known if one() is not None] for key, known in self._known.items()}
-        self._known = {key: known for key, known in alive.items() if known}
-        self._count = sum(map(len, alive.values()))
-        self._tidy_at = _LEAST_TO_TIDY + 2 * self._count
 
-
-def _saved_bytes(tensor: torch.Tensor, handle: RangeHandle, mark: int) -> SavedBytes:
+def _saved_bytes(tensor: torch.Tensor, span: range, position: int, mark: int) -> SavedBytes:
     """The range of a tensor that leaves memory."""
     storage = tensor.untyped_storage()
     return SavedBytes(
-        nbytes=len(handle.span),
-        origin=handle.span.start,
+        nbytes=len(span),
+        origin=span.start,
         device=tensor.device,
         original=StorageWeakRef(storage),  # type: ignore[no-untyped-call]  # torch gives it no types
         source=storage,
-        page_offset=page_offset_of(tensor, handle.span),
+        page_offset=page_offset_of(tensor, span),
         ready=event_now(tensor.device),
         dtype=tensor.dtype,
         mark=mark,
-        position=handle.position,
+        position=position,
     )
 
 
