@@ -28,9 +28,8 @@ from fastensor.offload.host_memory import keep_on_fork
 from fastensor.offload.moving import Piece, Reading
 from fastensor.offload.saved import SavedBytes, StoredBytes, StoredPiece
 from fastensor.offload.slots import FileSlot
-from fastensor.offload.staging import cost
 from fastensor.offload.statistics import Counters
-from fastensor.offload.tiers import StorageTiers
+from fastensor.offload.tiers import StorageTiers, cost
 from fastensor.offload.trace import Trace, note_move
 
 THREADS = 4
@@ -172,8 +171,8 @@ class Jobs:
             return
         while True:
             with self._lock:
-                if not (busy := self._tiers.staging.busy(saved.nbytes)):
-                    self._tiers.staging.take(saved)
+                if not (busy := self._tiers.busy(saved.nbytes)):
+                    self._tiers.take(saved)
                     break
             wait_for(busy, even_if_failed=True)
         wait_for(moving.stage(saved))

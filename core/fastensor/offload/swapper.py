@@ -37,9 +37,8 @@ from fastensor.offload.jobs import THREADS, Jobs, StoppedError
 from fastensor.offload.loaded import NO_MEMORY, LoadedRanges
 from fastensor.offload.moving import Reading
 from fastensor.offload.saved import ByteBudget, SavedBytes, StoredBytes
-from fastensor.offload.staging import cost
 from fastensor.offload.statistics import Counters
-from fastensor.offload.tiers import StorageTiers
+from fastensor.offload.tiers import StorageTiers, cost
 from fastensor.offload.trace import Trace, note_move
 
 _MOST_RATIOS = 1 << 16
@@ -72,7 +71,6 @@ class Swapper:
         self._released: deque[SavedBytes] = deque()
         """Ranges that no graph needs any more, appended by finalizers."""
         self._tiers = StorageTiers(config, counters, 2 * THREADS)
-        self._staging = self._tiers.staging
         self._jobs = Jobs(config, self._tiers, self._lock, counters, trace)
         self._pending = ByteBudget(config.staging_nbytes, partial(counters.note_peak, "peak_pending_bytes"))
         """Ranges that are to be written, or copied to staging blocks."""
@@ -241,8 +239,8 @@ class Swapper:
                 self._let_go_released()
                 jobs: list[Future[Any] | None] = [saved.write for saved in self._pending.oldest_first()]
                 jobs += [saved.read for saved in self._loaded.oldest_first()]
-                is_copying = bool(self._staging.copying)
-                events = (*self._staging.events(), *self._loaded.events())
+                is_copying = bool(self._tiers.copying)
+                events = (*self._tiers.events(), *self._loaded.events())
             wait_for(events)
             running = [job for job in jobs if job is not None and not job.cancelled()]
             if not running and not is_copying:
@@ -258,10 +256,10 @@ class Swapper:
                 self._cancel_write(saved)
         self._jobs.shut_down()
         with self._lock:
-            for saved in list(self._staging.copying):
+            for saved in list(self._tiers.copying):
                 self._keep_after_all(saved)
             self._let_go_released()
-            events = (*self._staging.events(), *self._loaded.events())
+            events = (*self._tiers.events(), *self._loaded.events())
         wait_for(events, even_if_failed=True)
         with self._lock:
             self._loaded.host.clear()
@@ -329,7 +327,7 @@ class Swapper:
         if is_copied and not self._pending.fits(nbytes):
             return self._oldest_pending()
         if in_dram and is_copied:
-            if busy := self._staging.busy(saved.nbytes):
+            if busy := self._tiers.busy(saved.nbytes):
                 return partial(wait_for, busy, even_if_failed=True)
             if not self._begin_copy(saved):
                 return None
@@ -365,7 +363,7 @@ class Swapper:
         on its device. Nothing waits: the device copies when it has computed the bytes."""
         started = time.perf_counter()
         try:
-            self._staging.begin_copy(saved)
+            self._tiers.begin_copy(saved)
         except NO_MEMORY as error:
             self._could_not_write(saved, error)
             return False
@@ -378,7 +376,7 @@ class Swapper:
     def _note_copied(self) -> None:
         """Let go of the memory of ranges that have been copied. Those for which newer ranges left no room are
         written."""
-        for saved in self._staging.copied():
+        for saved in self._tiers.copied():
             self._pending.remove(saved)
             self._unmoved.remove(saved)
             if not (saved in self._in_dram or saved.released or self._jobs.closed):
@@ -389,7 +387,7 @@ class Swapper:
         """Leave a range, which is being copied, where it was saved. Its blocks are given back when they are copied."""
         self._pending.remove(saved)
         self._in_dram.remove(saved)
-        self._staging.leave(saved)
+        self._tiers.leave(saved)
 
     def _begin_write(self, saved: SavedBytes) -> bool:
         """Have a range written. False if there are no threads, so that the range stays in memory."""
