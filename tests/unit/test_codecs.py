@@ -56,7 +56,7 @@ def test_csr_keeps_every_bit(dtype: torch.dtype, data: st.DataObject) -> None:
     (encoding,) = codecs.candidates(dtype, {"csr"})
     piece = data.draw(pieces(encoding.itemsize))
     elements = piece.numel() // encoding.itemsize
-    nonzero = int(piece[: elements * encoding.itemsize].view(elements, -1).any(1).sum())
+    nonzero = int(piece[: elements * encoding.itemsize].view(-1, encoding.itemsize).any(1).sum())
     nbytes = codecs.bitmap_nbytes(elements) + nonzero * encoding.itemsize + piece.numel() % encoding.itemsize
     found = encoded(piece, dtype, "csr")
     assert (None if found is None else found[1].numel()) == (nbytes if nbytes < piece.numel() else None)

@@ -6,8 +6,7 @@ has what comes back. ``engine.py`` keeps what steps share."""
 from fastensor.errors import CorruptActivationError, OffloadError
 from fastensor.offload.activation_offload import ActivationOffload
 from fastensor.offload.config import OffloadConfig, Schedule
-from fastensor.offload.report import OffloadEstimate, PlannedTensor, PlanReport
-from fastensor.offload.statistics import EncodedBytes, OffloadStatistics
+from fastensor.offload.statistics import EncodedBytes, OffloadEstimate, OffloadStatistics, PlannedTensor, PlanReport
 
 __all__ = [
     "ActivationOffload",

@@ -21,13 +21,15 @@ from fastensor.offload.forward import ForwardPass, PrefetchSchedules
 from fastensor.offload.host_memory import is_address_space_limited, page_fault_seconds, spare_address_space
 from fastensor.offload.modules import AttachedModel, PersistentStorages
 from fastensor.offload.planner import Planner, UnexaminedPass
-from fastensor.offload.report import OffloadEstimate, estimate_of, report_of
 from fastensor.offload.scheduler import TransferRates
 from fastensor.offload.statistics import (
     Counters,
     EncodedBytes,
+    OffloadEstimate,
     OffloadStatistics,
     drive_days,
+    estimate_of,
+    report_of,
 )
 from fastensor.offload.swapper import Swapper
 from fastensor.offload.trace import Trace

@@ -175,7 +175,8 @@ class Jobs:
                     self._tiers.take(saved)
                     break
             wait_for(busy, even_if_failed=True)
-        wait_for(moving.stage(saved))
+        assert saved.source is not None
+        wait_for(copying.queue_out(saved.source, saved.origin, saved.nbytes, saved.blocks, saved.ready))
         with self._lock:
             saved.source = None
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 
-from fastensor.backends.streams import Event, are_reached, hold_back_current
+from fastensor.backends.streams import Event, are_reached, event_now, hold_back_current
 from fastensor.offload import copying, moving
 from fastensor.offload.host_memory import HostMemory
 from fastensor.offload.moving import Reading
@@ -126,7 +126,7 @@ class LoadedRanges(ByteBudget):
         if saved.blocks:
             started = time.perf_counter()
             target, _ = moving.new_memory(saved, self.host)
-            saved.arrived = moving.unstage(saved, target)
+            saved.arrived = copying.queue_in(target, saved.lead, saved.nbytes, saved.blocks, event_now(saved.device))
             saved.loaded = target
             note_move(self._trace, "copy in", started, saved)
         else:

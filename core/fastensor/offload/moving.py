@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeGuard
@@ -89,18 +89,6 @@ def pieces(saved: SavedBytes) -> Iterator[Piece]:
     total = saved.lead + saved.nbytes
     for position in range(0, total, PIECE_NBYTES):
         yield position, min(PIECE_NBYTES, total - position)
-
-
-def stage(saved: SavedBytes) -> Sequence[Event]:
-    """Queue copies of a range from its device to its staging blocks. Returns events that are reached when the copies
-    are done; none if they are."""
-    assert saved.source is not None
-    return copying.queue_out(saved.source, saved.origin, saved.nbytes, saved.blocks, saved.ready)
-
-
-def unstage(saved: SavedBytes, target: torch.UntypedStorage) -> Sequence[Event]:
-    """Queue copies of a range from its staging blocks to new memory on its device. Returns events, as :func:`stage`."""
-    return copying.queue_in(target, saved.lead, saved.nbytes, saved.blocks, event_now(saved.device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from fastensor.errors import OffloadError
 from fastensor.files.budgets import available_memory
 from fastensor.files.launchers import local_processes
 from fastensor.files.words import human_size
-from fastensor.offload import copying, moving
+from fastensor.offload import copying
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.slots import FileSlot, SlotFiles
@@ -189,15 +189,16 @@ class StorageTiers:
         Raises:
             MemoryError, torch.OutOfMemoryError: there is no memory for that. Nothing is under way.
         """
+        source = saved.source
+        assert source is not None
         try:
             self.take(saved)
-            saved.copied = moving.stage(saved)
+            saved.copied = copying.queue_out(source, saved.origin, saved.nbytes, saved.blocks, saved.ready)
         except BaseException:
             copying.wait_until_left(saved.device)  # a part may have been queued
             self.give(saved)
             raise
-        assert saved.source is not None
-        saved.address = saved.source.data_ptr()
+        saved.address = source.data_ptr()
         self.copying.append(saved)
 
     def copied(self) -> Iterator[SavedBytes]:
