@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastensor.errors import OffloadError
 from fastensor.files.words import human_size
-from fastensor.offload import ActivationOffload, OffloadConfig, hooks, host_memory, planner, swapper
+from fastensor.offload import ActivationOffload, OffloadConfig, hooks, host_memory, limits, planner, swapper
 from fastensor.offload.forward import ForwardPass, PrefetchSchedules
 from fastensor.offload.planner import PassRecord, SavedTensor
 from fastensor.offload.scheduler import TransferRates
@@ -78,15 +78,15 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Says how much memory is free, at each look."""
 
     def set_free(nbytes: int) -> None:
-        monkeypatch.setattr(planner, "_free_memory", lambda device: nbytes)
+        monkeypatch.setattr(limits, "_free_memory", lambda device: nbytes)
 
-    monkeypatch.setattr(planner, "_LOOK_AGAIN_SECONDS", -1.0)
+    monkeypatch.setattr(limits, "_LOOK_AGAIN_SECONDS", -1.0)
     return set_free
 
 
 def free_for(count: int, reserved: int) -> int:
     """How much memory is free where ``count`` activations may stay, beside ``reserved`` bytes for transfers."""
-    return int((count + planner._OPERATION_TENSORS) * EACH / planner._SHARE_OF_FREE_MEMORY) + reserved + 16
+    return int((count + limits._OPERATION_TENSORS) * EACH / limits._SHARE_OF_FREE_MEMORY) + reserved + 16
 
 
 def test_a_run_that_fits_is_left_alone(make: Any, free: Any) -> None:
@@ -230,7 +230,7 @@ def test_nothing_more_stays_once_memory_gets_short(make: Any, free: Any, monkeyp
     """In the middle of a pass, too: another process has taken it."""
     monkeypatch.setattr(swapper, "_LEAST_USE", 1)
     monkeypatch.setattr(swapper, "bytes_until_short", lambda reserve: 0)
-    monkeypatch.setattr(planner, "_LOOK_AGAIN_SECONDS", math.inf)
+    monkeypatch.setattr(limits, "_LOOK_AGAIN_SECONDS", math.inf)
     offload, net = make(schedule="auto", staging_bytes=EACH, prefetch_bytes=EACH), Net()
     expected = train(net, None)
     free(free_for(SAVED, 3 * EACH))
@@ -246,7 +246,7 @@ def test_what_transfers_take_of_their_budgets_is_not_kept_free_twice(free: Any, 
     free(100 * EACH - in_transit)
     config = OffloadConfig(staging_bytes=EACH, prefetch_bytes=EACH)
     deciding = planner.Planner(config, lambda: None, lambda: 0, lambda: in_transit)
-    assert deciding._limit(torch.device("cpu")) == int(97 * EACH * planner._SHARE_OF_FREE_MEMORY)
+    assert deciding.memory.limit(torch.device("cpu")) == int(97 * EACH * limits._SHARE_OF_FREE_MEMORY)
 
 
 @pytest.mark.parametrize("schedule", [2 * EACH, 0, 0.5, 0.0, 1.0, "auto", "all"])
@@ -299,11 +299,10 @@ def test_what_stays_never_exceeds_the_limit(make: Any) -> None:
         assert same([p.grad for p in net.parameters() if p.grad is not None], expected)
     for _ in range(3):
         assert same(train(net, offload), expected)
-    assert 0 < offload._engine.planner.peak_bytes <= 3 * EACH
+    assert 0 < offload._engine.planner.memory.peak_bytes <= 3 * EACH
     graphs.clear()
     del graph
-    offload._engine.planner.keep(0, 1 << 60, torch.device("cpu"))  # lets go of what was released
-    assert not +offload._engine.planner._kept
+    assert offload._engine.planner.kept_bytes() == 0
 
 
 def test_a_share_of_what_is_saved(make: Any) -> None:
@@ -373,7 +372,7 @@ def test_graphs_that_change_in_every_step(make: Any) -> None:
         rows = int(torch.randint(1, BATCH, (), generator=random))
         assert same(train(net, offload, rows), train(net, None, rows))
     assert len(offload._engine.planner._forms) <= planner._MOST_FORMS
-    assert offload._engine.planner.peak_bytes <= 2 * EACH
+    assert offload._engine.planner.memory.peak_bytes <= 2 * EACH
 
 
 def test_less_memory_than_before(make: Any, free: Any) -> None:
@@ -444,8 +443,8 @@ def test_what_has_no_bytes_of_its_own_is_not_planned() -> None:
 def test_what_stays_in_host_memory_for_the_disk_takes_room_there(make: Any, free: Any) -> None:
     free(100 * EACH)
     options = {"schedule": "auto", "staging_bytes": EACH, "prefetch_bytes": EACH}
-    limits = [make(**options, dram_bytes=n)._engine.planner._limit(torch.device("cpu")) for n in (None, 5 * EACH)]
-    assert limits[0] - limits[1] == 5 * EACH * planner._SHARE_OF_FREE_MEMORY
+    found = [make(**options, dram_bytes=n)._engine.planner.memory.limit(torch.device("cpu")) for n in (None, 5 * EACH)]
+    assert found[0] - found[1] == 5 * EACH * limits._SHARE_OF_FREE_MEMORY
 
 
 @pytest.mark.parametrize(("fraction", "free"), [(1.0, 30 + 20 - 5), (0.4, 40 - 5)])
@@ -454,7 +453,7 @@ def test_the_free_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch, fraction: flo
     told = {"mem_get_info": (30, 100), "memory_reserved": 20, "memory_allocated": 5}
     for name, value in (told | {"get_per_process_memory_fraction": fraction}).items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    assert planner._free_memory(torch.device("cuda")) == free
+    assert limits._free_memory(torch.device("cuda")) == free
 
 
 def test_a_sample_for_which_there_is_no_memory(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,7 +496,7 @@ def test_tensors_that_are_saved_twice_count_once(make: Any) -> None:
     expected = run().clone()
     for _ in range(4):
         assert torch.equal(run(), expected)
-    assert offload._engine.planner.peak_bytes <= 3 * EACH
+    assert offload._engine.planner.memory.peak_bytes <= 3 * EACH
     assert offload.plan().kept_bytes <= 3 * EACH
 
 
@@ -660,7 +659,7 @@ def test_steps_in_several_threads(make: Any) -> None:
     for thread in threads:
         thread.join()
     assert found == [True] * 15
-    assert offload._engine.planner.peak_bytes <= 3 * EACH
+    assert offload._engine.planner.memory.peak_bytes <= 3 * EACH
 
 
 def test_ratios_of_codecs_are_planned_with(make: Any) -> None:

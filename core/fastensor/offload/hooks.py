@@ -17,7 +17,8 @@ from fastensor.offload.codecs import LOSSY, sampled_ratio
 from fastensor.offload.copying import page_offset_of
 from fastensor.offload.engine import NOTHING, OffloadEngine
 from fastensor.offload.forward import ForwardPass
-from fastensor.offload.planner import KeptBytes, SavedTensor, UnexaminedPass
+from fastensor.offload.limits import KeptBytes
+from fastensor.offload.planner import SavedTensor, UnexaminedPass
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.swapper import Swapper
 from fastensor.offload.tensors import (
@@ -156,7 +157,7 @@ class StepHooks:
         if self._is_over and torch._C._current_graph_task_id() == -1:
             self._begin_pass()
         if (unexamined := self._unexamined) is not None:
-            if unexamined.nbytes + nbytes <= unexamined.most_nbytes:
+            if unexamined.nbytes + nbytes <= unexamined.kept.nbytes:
                 whole = PackedTensor.kept(tensor, unexamined.kept)
                 self._engine.note_use(nbytes, tensor.device)
                 unexamined.count += 1
