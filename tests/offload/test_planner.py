@@ -768,7 +768,7 @@ def test_bytes_that_an_interrupt_has_counted_are_forgotten(
 
     handle = planner.KeptBytes
     with monkeypatch.context() as patched:
-        patched.setattr(planner, "KeptBytes", interrupted)
+        patched.setattr(limits, "KeptBytes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(net, offload)
     before = offload.statistics().kept["fits"] if number else 0

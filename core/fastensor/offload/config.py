@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack, ge
 import torch
 
 from fastensor.backends import registry
-from fastensor.files.arguments import as_nbytes, check_flags, checks_keywords, did_you_mean
+from fastensor.files.arguments import as_nbytes, check_flags, check_word, checks_keywords, did_you_mean
 from fastensor.files.budgets import available_memory
 from fastensor.files.launchers import local_processes
 from fastensor.files.shown import record_repr
@@ -129,11 +129,12 @@ class OffloadConfig:
     """Warn if at the present pace the drives are worn out in fewer days."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("target", get_args(Tier)), ("when_full", get_args(WhenFull))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is one of {choices}, found {getattr(self, name)!r}")
-        for option in dataclasses.fields(self):
-            _check_kind(option.name, str(option.type), getattr(self, option.name))
+        check_word(self.target, "target", get_args(Tier))
+        check_word(self.when_full, "when_full", get_args(WhenFull))
+        check_flags(verify=self.verify, return_freed_memory=self.return_freed_memory)
+        _check_number("drive_days", self.drive_days)
+        if self.drive_tbw is not None:
+            _check_number("drive_tbw", self.drive_tbw)
         self._read_sizes()
         _check_schedule(self.schedule)
         for name in ("directories", "include", "exclude", "codecs"):
@@ -213,18 +214,8 @@ def _share_of_gpu(device: torch.device) -> int:
     return min(on_device, available_memory() // _SHARE_OF_HOST // local_processes())
 
 
-def _check_kind(name: str, kind: str, value: Any) -> None:
-    """Raise an error for a number or a truth value that is none, or is negative. Sizes are left alone.
-
-    Args:
-        name: the option.
-        kind: its annotation.
-        value: what was found.
-    """
-    if kind == "bool":
-        check_flags(**{name: value})
-    if (value is None and "None" in kind) or not kind.startswith("float"):
-        return
+def _check_number(name: str, value: object) -> None:
+    """Raise an error for a number that is none, or is negative."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is a number, found {value!r}")
     if not float(value) >= 0:  # also NaN
