@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, Literal, TypeVar
@@ -25,7 +25,7 @@ from fastensor.errors import OffloadError
 from fastensor.offload import copying, moving
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.host_memory import keep_on_fork
-from fastensor.offload.moving import Piece, Reading
+from fastensor.offload.moving import Outgoing, Piece, Reading
 from fastensor.offload.saved import SavedBytes, StoredBytes, StoredPiece
 from fastensor.offload.slots import FileSlot
 from fastensor.offload.statistics import Counters
@@ -206,37 +206,28 @@ class Jobs:
 
     def _write_slots(self, saved: SavedBytes, backend: str, codecs: Set[str]) -> StoredBytes:
         """Write a range to new slots with one backend. The slots are given back if that fails."""
-        written: list[StoredPiece] = []
+        slots: list[FileSlot] = []
         is_direct = not saved.blocks and backend in self._tiers.slots.direct_backends(saved.device)
         try:
             with self._bounce_block(not is_direct and moving.is_copied_to_write(saved, codecs)) as bounce:
+                pieces = []
                 for piece in self._wanted(saved, deque(moving.pieces(saved))):
-                    written.append(self._write_piece(saved, piece, backend, codecs, bounce, is_direct=is_direct))
+                    out = None if is_direct else moving.outgoing(saved, piece, codecs, bounce)
+                    with self._lock:
+                        slots.append(self._tiers.allocate(piece[1] if out is None else len(out.data)))
+                    pieces.append(self._write_piece(saved, piece if out is None else out, slots[-1], backend))
         except BaseException:
-            self._free(piece.slot for piece in written)
+            with self._lock:
+                for slot in slots:
+                    self._tiers.free(slot)
             raise
-        return StoredBytes(backend, tuple(written))
+        return StoredBytes(backend, tuple(pieces))
 
-    def _write_piece(
-        self, saved: SavedBytes, piece: Piece, backend: str, codecs: Set[str], bounce: Buffer | None, *, is_direct: bool
-    ) -> StoredPiece:
-        out = None if is_direct else moving.outgoing(saved, piece, codecs, bounce)
-        with self._lock:
-            slot = self._tiers.allocate(piece[1] if out is None else len(out.data))
-        try:
-            slots, checksum = slot.file.opened[backend], self._config.verify
-            if out is not None:
-                return moving.write(saved, out, slot, slots, checksum=checksum)
-            assert moving.moves_device_memory(slots, saved.device)
-            return moving.write_from_device(saved, piece, slot, slots, checksum=checksum)
-        except BaseException:
-            self._free([slot])
-            raise
-
-    def _free(self, slots: Iterable[FileSlot]) -> None:
-        with self._lock:
-            for slot in slots:
-                self._tiers.free(slot)
+    def _write_piece(self, saved: SavedBytes, piece: Piece | Outgoing, slot: FileSlot, backend: str) -> StoredPiece:
+        opened, checksum = slot.file.opened[backend], self._config.verify
+        if isinstance(piece, Outgoing):
+            return moving.write(saved, piece, slot, opened, checksum=checksum)
+        return moving.write_from_device(saved, piece, slot, opened, checksum=checksum)
 
     def _read_slots(self, reading: Reading) -> None:
         """Read a range with the backend that has written it, or else with ``numpy``."""

@@ -166,10 +166,9 @@ def write(saved: SavedBytes, piece: Outgoing, slot: FileSlot, slots: Slots, *, c
     return StoredPiece(slot, piece.memory_nbytes, len(piece.own), crc32, piece.encoding)
 
 
-def write_from_device(
-    saved: SavedBytes, piece: Piece, slot: FileSlot, slots: DeviceSlots, *, checksum: bool
-) -> StoredPiece:
+def write_from_device(saved: SavedBytes, piece: Piece, slot: FileSlot, slots: Slots, *, checksum: bool) -> StoredPiece:
     """Write a piece from the memory of its device. Arguments and errors as for :func:`write`."""
+    assert moves_device_memory(slots, saved.device)
     position, nbytes = piece
     _wait_for(saved.ready)
     memory = _own_bytes(saved, position, nbytes)
