@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, takewhile
 
 import torch
@@ -142,8 +142,6 @@ class ForwardPass:
         """Positions, in the order in which nodes have saved them."""
         self.record = record
         self._schedule: PrefetchSchedule | None = None
-        self._upcoming: list[int] = []
-        """Positions that were expected next when that was looked at last."""
         self._expected_takes = 0
         """Ranges that may be needed before the schedule is looked at again, if they come as expected."""
 
@@ -196,24 +194,23 @@ class ForwardPass:
         self.record.form = hash((self.record.form, position))
         return position
 
-    def look_ahead(self, needed: SavedBytes, position: int) -> tuple[list[SavedBytes], list[SavedBytes]]:
+    def look_ahead(self, needed: SavedBytes, position: int) -> list[SavedBytes]:
         """Note that a range is needed now.
 
         Returns:
-            The ranges that will be needed next, in order; and those that were expected next before, and are no more.
-            Nothing if all is as expected, and most of what :meth:`note_read_ahead` has counted is still to come.
+            The ranges that will be needed next, in order. None of them if all is as expected, and most of what
+            :meth:`note_read_ahead` has counted is still to come.
         """
         with self._lock:
             if self._schedule is None:
                 self._schedule = self._schedules.begin(self.record.form, self._saved)
-            schedule = self._schedule
-            expected = not needed.unread or schedule.take(position)  # backward passes may be repeated
+            expected = not needed.unread or self._schedule.take(position)  # backward passes may be repeated
             if expected and self._expected_takes and not needed.is_to_be_read:
                 self._expected_takes -= 1
-                return [], []
-            before, self._upcoming = self._upcoming, list(islice(schedule.upcoming(self._is_there), _MOST_AHEAD))
-            unexpected = set() if expected else set(before).difference(self._upcoming, [position])
-            return self._there(self._upcoming), self._there(unexpected)
+                return []
+            upcoming = islice(self._schedule.upcoming(self._is_there), _MOST_AHEAD)
+            ranges = [self._ranges[position]() for position in upcoming]
+            return [saved for saved in ranges if saved is not None]
 
     def note_read_ahead(self, count: int) -> None:
         """Note how many of the ranges that will be needed next will not have to be waited for long: see
@@ -223,10 +220,6 @@ class ForwardPass:
 
     def _is_there(self, position: int) -> bool:
         return self._ranges[position]() is not None
-
-    def _there(self, positions: Iterable[int]) -> list[SavedBytes]:
-        """The ranges at these positions that a graph still holds."""
-        return [saved for saved in (self._ranges[position]() for position in positions) if saved is not None]
 
 
 def _no_range() -> None:

@@ -111,13 +111,13 @@ class PackedTensor:
         assert isinstance(self.held, RangeHandle)
         assert self.forward is not None
         swapper = self.held.forward.swapper
-        upcoming, unexpected = self.forward.look_ahead(saved, self.position)
-        storage, origin = swapper.bring(saved, upcoming, unexpected)
+        upcoming = self.forward.look_ahead(saved, self.position)
+        storage, origin = swapper.bring(saved, upcoming)
         tensor = _with_version_counter(self.tensor, self.view.on(storage, origin))
         used_on_current(tensor.conj() if tensor.is_conj() else tensor)  # of the memory, not of a conjugated copy
-        if upcoming or unexpected:
+        if upcoming:
             # Reading ahead wakes reader threads, so it comes last, as writing does in pack.
-            self.forward.note_read_ahead(swapper.read_ahead(saved, upcoming, unexpected))
+            self.forward.note_read_ahead(swapper.read_ahead(saved, upcoming))
         return tensor
 
 

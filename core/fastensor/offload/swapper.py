@@ -130,9 +130,7 @@ class Swapper:
 
     # In. --------------------------------------------------------------------------------------------------------------
 
-    def bring(
-        self, saved: SavedBytes, upcoming: Sequence[SavedBytes] = (), unexpected: Iterable[SavedBytes] = ()
-    ) -> tuple[torch.UntypedStorage, int]:
+    def bring(self, saved: SavedBytes, upcoming: Sequence[SavedBytes] = ()) -> tuple[torch.UntypedStorage, int]:
         """A storage with the bytes, and the offset in the original storage at which that storage begins.
 
         If the bytes have to be waited for, the next ones are read ahead meanwhile. If not, call :meth:`read_ahead`.
@@ -140,7 +138,6 @@ class Swapper:
         Args:
             saved: the range that is needed now.
             upcoming: as for :meth:`read_ahead`.
-            unexpected: as for :meth:`read_ahead`.
 
         Raises:
             OffloadError: the bytes cannot be read, or have changed, or are lost.
@@ -150,33 +147,29 @@ class Swapper:
             if saved.unread:
                 saved.unread -= 1
                 self._count_hit(saved)
-            found = self._find(saved)
+            found = self._find(saved, upcoming)
         if isinstance(found, Future):
-            self.read_ahead(saved, upcoming, unexpected)
+            self.read_ahead(saved, upcoming)
         while isinstance(found, Future):
             self._wait_for(partial(_wait_until_done, [found]), "wait_to_read", saved)
             if not found.cancelled() and (storage := found.result()) is not None:
                 return storage, saved.origin - saved.lead
             with self._lock:
                 self._let_go_released()
-                found = self._find(saved)
+                found = self._find(saved, upcoming)
         return found
 
-    def read_ahead(
-        self, needed: SavedBytes, upcoming: Sequence[SavedBytes], unexpected: Iterable[SavedBytes] = ()
-    ) -> int:
+    def read_ahead(self, needed: SavedBytes, upcoming: Sequence[SavedBytes]) -> int:
         """Begin to read ranges that will be needed next.
 
         Args:
             needed: the range that is needed now.
             upcoming: the ranges that will be needed next, in order: they are read ahead within ``prefetch_bytes``.
-            unexpected: ranges that were read ahead, and are not upcoming any more.
 
         Returns:
             How many of the upcoming ranges, in order, stay in memory or are being read.
         """
         with self._lock:
-            self._loaded.drop(unexpected)
             self._prefetch(needed, upcoming)
             self._trace_bytes()
             for number, saved in enumerate(upcoming):
@@ -454,7 +447,9 @@ class Swapper:
 
     # In. --------------------------------------------------------------------------------------------------------------
 
-    def _find(self, saved: SavedBytes) -> tuple[torch.UntypedStorage, int] | Future[torch.UntypedStorage | None]:
+    def _find(
+        self, saved: SavedBytes, upcoming: Sequence[SavedBytes]
+    ) -> tuple[torch.UntypedStorage, int] | Future[torch.UntypedStorage | None]:
         """Result of :meth:`bring`, or the job that reads it."""
         if saved.failure is not None:
             raise type(saved.failure)(*saved.failure.args) from saved.failure.__cause__
@@ -469,7 +464,7 @@ class Swapper:
             if self._jobs.closed:
                 raise OffloadError("an activation is needed that was lost when its ActivationOffload was closed")
             if saved.read is None:
-                self._loaded.bring(saved)
+                self._loaded.bring(saved, set(upcoming))
             saved.prefetched = False
             if saved.read is not None:
                 return saved.read
