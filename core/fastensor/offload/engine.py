@@ -19,7 +19,7 @@ from fastensor.offload.config import OffloadConfig
 from fastensor.offload.copying import PAGE_NBYTES
 from fastensor.offload.forward import ForwardPass, PrefetchSchedules
 from fastensor.offload.host_memory import is_address_space_limited, page_fault_seconds, spare_address_space
-from fastensor.offload.modules import AttachedModel, PersistentStorages
+from fastensor.offload.modules import AttachedModel
 from fastensor.offload.planner import Planner, UnexaminedPass
 from fastensor.offload.scheduler import TransferRates
 from fastensor.offload.statistics import (
@@ -192,15 +192,6 @@ class OffloadEngine:
     def _transit_bytes(self) -> int:
         """Bytes of memory that transfers take now, of their budgets."""
         return 0 if (swapper := self._swapper) is None else swapper.transit_bytes()
-
-    def persistent_storages(self) -> PersistentStorages:
-        """The storages of the model's parameters and buffers."""
-        return PersistentStorages(None if self.model is None else self.model.model)
-
-    @property
-    def wants_now(self) -> bool:
-        """True if tensors that are saved now, in this thread, are offloaded."""
-        return self.model is None or self.model.wants
 
     def count(self, seconds: float, counts: Mapping[str, int] = NOTHING, kept: Mapping[str, int] = NOTHING) -> None:
         """Add what one call of a hook has done.

@@ -18,6 +18,7 @@ from fastensor.offload.copying import page_offset_of
 from fastensor.offload.engine import NOTHING, OffloadEngine
 from fastensor.offload.forward import ForwardPass
 from fastensor.offload.limits import KeptBytes
+from fastensor.offload.modules import PersistentStorages
 from fastensor.offload.planner import SavedTensor, UnexaminedPass
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.swapper import Swapper
@@ -130,7 +131,7 @@ class StepHooks:
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
-        self._persistent = engine.persistent_storages()
+        self._persistent = PersistentStorages(None if engine.model is None else engine.model.model)
         self._forward: ForwardPass | None = None
         self._traced: TracedPass | None = None
         self._seconds_in_hooks = 0.0
@@ -268,7 +269,8 @@ class StepHooks:
             return "buffer", span
         if is_cast_of_parameter(tensor):
             return "parameter", span
-        return "" if self._engine.wants_now else "module", span
+        model = self._engine.model
+        return "" if model is None or model.wants else "module", span
 
     def _offload(
         self, tensor: torch.Tensor, span: range, swapper: Swapper, counts: dict[str, int], kept: dict[str, int]
