@@ -63,8 +63,8 @@ class RangeHandle:
 
 @dataclass(slots=True, eq=False)
 class PackedTensor:
-    """The graph's record of a saved tensor, which nothing changes. It is not frozen, because to make a frozen record takes
-    a fifth of the time of :meth:`StepHooks.pack` in a pass that is not examined."""
+    """The graph's record of a saved tensor, which nothing changes. It is not frozen, because to make a frozen record
+    takes a fifth of the time of :meth:`StepHooks.pack` in a pass that is not examined."""
 
     tensor: torch.Tensor
     """The tensor, if it stays in memory. Or else a tensor without memory, with the version counter of the saved one."""
