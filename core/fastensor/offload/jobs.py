@@ -27,7 +27,7 @@ from fastensor.offload.config import OffloadConfig
 from fastensor.offload.host_memory import keep_on_fork
 from fastensor.offload.moving import Outgoing, Piece, Reading
 from fastensor.offload.saved import SavedBytes, StoredBytes, StoredPiece
-from fastensor.offload.slots import FileSlot
+from fastensor.offload.slots import FileSlot, moves_device_memory
 from fastensor.offload.statistics import Counters
 from fastensor.offload.tiers import StorageTiers, cost
 from fastensor.offload.trace import Trace, note_move
@@ -207,7 +207,7 @@ class Jobs:
     def _write_slots(self, saved: SavedBytes, backend: str, codecs: Set[str]) -> StoredBytes:
         """Write a range to new slots with one backend. The slots are given back if that fails."""
         slots: list[FileSlot] = []
-        is_direct = not saved.blocks and backend in self._tiers.slots.direct_backends(saved.device)
+        is_direct = not saved.blocks and moves_device_memory(self._tiers.slots.files[0].opened[backend], saved.device)
         try:
             with self._bounce_block(not is_direct and moving.is_copied_to_write(saved, codecs)) as bounce:
                 pieces = []

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeGuard
+from typing import TypeAlias
 
 import torch
 from isal import isal_zlib
@@ -27,7 +27,7 @@ from fastensor.offload.codecs import DamagedPieceError, Encoding
 from fastensor.offload.copying import bytes_of, copy_in, copy_out, crc32_of, pages_of, resized
 from fastensor.offload.host_memory import HostMemory
 from fastensor.offload.saved import SavedBytes, StoredBytes, StoredPiece
-from fastensor.offload.slots import ALIGNMENT, FileSlot
+from fastensor.offload.slots import ALIGNMENT, FileSlot, moves_device_memory
 
 PIECE_NBYTES = BUFFER_NBYTES
 """The most bytes of a piece, which fits into a staging block."""
@@ -257,12 +257,6 @@ def is_copied_to_write(saved: SavedBytes, wanted: Set[str]) -> bool:
 def is_copied_to_read(reading: Reading) -> bool:
     """True if pieces are read to a bounce block, and come from there."""
     return reading.memory is None or any(piece.encoding is not None for piece in reading.stored.pieces)
-
-
-def moves_device_memory(slots: Slots, device: torch.device) -> TypeGuard[DeviceSlots]:
-    """True if open slots move bytes of the device without host memory between. Asked for each piece, so without
-    isinstance, which takes Python 3.11 longer than a small piece takes the disk."""
-    return device.type in getattr(slots, "device_types", ())
 
 
 def _own_bytes(saved: SavedBytes, position: int, nbytes: int) -> torch.Tensor:
