@@ -638,7 +638,7 @@ def test_an_interrupt_while_a_pass_begins_holds_nothing(make: Any, monkeypatch: 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as context:
-        context.setattr(planner, "KeptBytes", interrupted)
+        context.setattr(limits, "KeptBytes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(net, offload)
     assert offload._engine.planner.kept_bytes() == 0
@@ -766,7 +766,7 @@ def test_bytes_that_an_interrupt_has_counted_are_forgotten(
             raise KeyboardInterrupt
         return handle(*arguments)
 
-    handle = planner.KeptBytes
+    handle = limits.KeptBytes
     with monkeypatch.context() as patched:
         patched.setattr(limits, "KeptBytes", interrupted)
         with pytest.raises(KeyboardInterrupt):

@@ -70,8 +70,8 @@ class MemoryLimits:
 
     def keep(self, device: torch.device, nbytes: int) -> KeptBytes | None:
         """The handle of bytes that stay on a device; None if there is no room for them."""
-        self.kept_bytes()
-        if self._kept[device] + nbytes > self.limit(device):
+        room = self.limit(device) - self._kept[device]
+        if nbytes > room:
             return None
         self._kept[device] += nbytes
         self.peak_bytes = max(self.peak_bytes, self._kept.total())
@@ -86,6 +86,7 @@ class MemoryLimits:
 
     def limit(self, device: torch.device) -> int:
         """The most bytes that may stay on a device, those that do included."""
+        self.kept_bytes()  # what went leaves room
         if isinstance(self._config.schedule, int):
             return self._config.schedule
         if device not in self._limits:
