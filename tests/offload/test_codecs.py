@@ -72,6 +72,32 @@ def test_ranges_on_a_device(make: Any, staged: None) -> None:
     assert offload.statistics().peak_dram_bytes > 0
 
 
+@pytest.mark.parametrize("staging", [4 << 20, 16 << 20])
+def test_what_is_too_large_to_be_staged_is_not_encoded(make: Any, staged: None, staging: int) -> None:
+    expected = torch.randn(2 << 20).relu()
+    offload = make(codecs=("csr",), staging_bytes=staging)
+    weight = torch.ones_like(expected, requires_grad=True)
+    with offload.step():
+        loss = (weight * expected.clone()).sum()
+    offload.settle()
+    assert offload.statistics().written_bytes > 0
+    assert bool(offload.statistics().encoded) == (staging > expected.nbytes)
+    assert torch.equal(torch.autograd.grad(loss, weight)[0], expected)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_pieces_that_get_no_smaller_are_written_as_they_are(make: Any) -> None:
+    expected = torch.cat([torch.zeros(1 << 18), torch.randn(1 << 18)])
+    offload = make(codecs=("csr",))
+    weight = torch.ones_like(expected, requires_grad=True)
+    with offload.step():
+        loss = (weight * expected.clone()).sum()
+    offload.settle()
+    assert offload.statistics().encoded["csr"].nbytes == pytest.approx(expected.nbytes / 2, rel=0.1)
+    assert offload.memory_usage()["on_ssd"] < 0.6 * expected.nbytes
+    assert torch.equal(torch.autograd.grad(loss, weight)[0], expected)
+
+
 @pytest.mark.parametrize("codecs", [("fp16",), ("bf16",), ("csr", "fp16")])
 def test_gradients_by_rounding_are_near(make: Any, codecs: tuple[str, ...]) -> None:
     expected = gradients(CASES["perceptron"], None)
