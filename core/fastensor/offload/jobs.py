@@ -271,7 +271,7 @@ class Jobs:
 
     def _read_pieces(self, reading: Reading, backend: str) -> None:
         """Read pieces until none is left."""
-        with self._bounce_block(moving.is_copied_to_read(reading)) as bounce:
+        with self._bounce_block(moving.is_copied_to_read(reading, backend)) as bounce:
             for piece in self._wanted(reading.saved, reading.todo):
                 moving.read(reading, piece, bounce, backend, verify=self._config.verify)
 
