@@ -301,7 +301,7 @@ class StepHooks:
         else:
             kept["fits"] = len(span)
         forward.add(handle.saved, noted)
-        self._remember(self._key(tensor, span), handle)
+        self._remember((*self._key(tensor), span), handle)
         return record
 
     def _ratio(self, tensor: torch.Tensor, span: range, mark: int, swapper: Swapper) -> float:
@@ -326,16 +326,18 @@ class StepHooks:
             self._forward = self._engine.begin_forward(swapper, is_rest=self._is_rest)
         return self._forward
 
-    def _key(self, tensor: torch.Tensor, span: range) -> tuple[object, ...]:
-        """What a range is known by. Numbers of float32 that a codec rounds are no bits of another dtype any more."""
+    def _key(self, tensor: torch.Tensor) -> tuple[object, ...]:
+        """What ranges of a tensor's memory are known by, beside their bytes. Numbers of float32 that a codec rounds are
+        no bits of another dtype any more."""
         kind = tensor.dtype if self._is_lossy else None
-        return tensor.untyped_storage()._cdata, tensor._version, id(_owner_of(tensor)), span, kind
+        return tensor.untyped_storage()._cdata, tensor._version, id(_owner_of(tensor)), kind
 
     def _known_handle(self, tensor: torch.Tensor, span: range) -> RangeHandle | None:
         """The handle of a known range with a tensor's bytes: those of ``span``, or the whole storage. None if there is
         none."""
-        for one in {span, range(tensor.untyped_storage().nbytes())}:
-            handle = self._known.get(self._key(tensor, one))
+        key, whole = self._key(tensor), range(tensor.untyped_storage().nbytes())
+        for one in (span,) if span == whole else (whole, span):
+            handle = self._known.get((*key, one))
             if handle is not None and handle.owner() is _owner_of(tensor):
                 return handle
         return None
