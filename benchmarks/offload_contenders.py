@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastensor.offload.persistent import is_cast_of_parameter, reason_to_keep
+from fastensor.offload.tensors import is_cast_of_parameter, reason_to_keep
 
 PT, NPY = "pt", "npy"
 

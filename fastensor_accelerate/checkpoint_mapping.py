@@ -35,7 +35,7 @@ class Order:
     """Predicts which tensor is asked for next. What followed a tensor the last time follows it again.
 
     Requests have no end, and parts of them repeat, as a decoder does for each token. That is why this is no
-    :class:`fastensor.offload.prefetch_schedule.PrefetchSchedule`, which ends, has a tensor as often as it is needed,
+    :class:`fastensor.offload.forward.PrefetchSchedule`, which ends, has a tensor as often as it is needed,
     and allows for what comes a little later.
 
     Args:

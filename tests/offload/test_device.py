@@ -77,7 +77,7 @@ def test_beyond_the_budget_the_host_waits_for_the_oldest_copy(make: Any) -> None
         offload.close()
 
 
-@pytest.mark.parametrize("what", ["staging.Staging.take", "staging.BufferPool.reserve"])
+@pytest.mark.parametrize("what", ["tiers.StorageTiers.take", "tiers.BufferPool.reserve"])
 def test_without_pinned_memory_left_tensors_stay_on_the_device(
     make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:

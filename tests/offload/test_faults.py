@@ -141,7 +141,7 @@ def test_memory_that_is_short_while_ranges_are_read_ahead(
             return read(self, reading, urgent=urgent)
         failed[0] += 1
         with monkeypatch.context() as patched:
-            patched.setattr(self._jobs, "_read_slot", no_memory)
+            patched.setattr(self._jobs, "_read_slots", no_memory)
             return read(self, reading, urgent=urgent)
 
     def no_memory(*arguments: Any) -> None:

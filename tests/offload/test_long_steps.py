@@ -21,8 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastensor.offload
 from fastensor.offload import ActivationOffload, OffloadConfig, hooks, planner
+from fastensor.offload.forward import PrefetchSchedule
 from fastensor.offload.jobs import Jobs
-from fastensor.offload.prefetch_schedule import PrefetchSchedule
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.statistics import Counters
 from fastensor.offload.swapper import Swapper
@@ -261,13 +261,13 @@ def test_what_was_read_ahead_for_nothing_makes_room(tmp_path: Any) -> None:
         del storage
     swapper.settle()
     first, second, third = ranges
-    first.unread = 2
-    swapper.bring(first, upcoming=[second])
-    swapper.bring(first, unexpected=[second])
+    assert swapper.read_ahead(first, [second]) == 1
     swapper.settle()
     storage, _ = swapper.bring(third)
     assert set(storage.tolist()[:40_000]) == {2}
     assert swapper.memory_usage()["loaded"] == 40_000
+    swapper.bring(first, upcoming=[third])
+    assert swapper.memory_usage()["loaded"] == 80_000, "what is needed at once comes on top"
     swapper.close()
 
 

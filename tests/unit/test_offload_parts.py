@@ -19,15 +19,14 @@ from fastensor.files import launchers
 from fastensor.offload import OffloadConfig, engine, slots, tiers
 from fastensor.offload.config import with_default_folder
 from fastensor.offload.engine import rates_of
-from fastensor.offload.forward import ForwardPass
-from fastensor.offload.geometry import View, bytes_to_move, spanned
+from fastensor.offload.forward import ForwardPass, PrefetchSchedule, PrefetchSchedules, complete
 from fastensor.offload.host_memory import HostMemory, page_fault_seconds
 from fastensor.offload.planner import PassRecord
-from fastensor.offload.prefetch_schedule import PrefetchSchedule, PrefetchSchedules, complete
-from fastensor.offload.saved import SavedBytes, StoredBytes
+from fastensor.offload.saved import SavedBytes, StoredBytes, StoredPiece
 from fastensor.offload.slots import ALIGNMENT, SlotFiles
 from fastensor.offload.statistics import drive_days
 from fastensor.offload.swapper import Swapper
+from fastensor.offload.tensors import View, bytes_to_move, spanned
 
 
 @given(st.data())
@@ -327,10 +326,10 @@ def test_the_first_touch_of_memory_takes_time() -> None:
 def test_only_ranges_that_were_written_until_they_are_needed_have_moved(away: bool) -> None:
     storage = torch.UntypedStorage(100)
     saved = SavedBytes(100, 0, storage.device, StorageWeakRef(storage), storage)  # type: ignore[no-untyped-call]
-    saved.stored = StoredBytes(cast(slots.FileSlot, None), "numpy", 0, 60)
+    saved.stored = StoredBytes("numpy", (StoredPiece(cast(slots.FileSlot, None), 60, 60, 0),))
     saved.source = None if away else storage
     record = PassRecord()
-    forward = ForwardPass(cast(Swapper, None), lambda form, positions: PrefetchSchedule([]), record)
+    forward = ForwardPass(cast(Swapper, None), PrefetchSchedules(), record)
     forward.add(None, record.nothing(0.0))
     for clock in (1.0, 2.0):
         forward.note_needed(0, clock, saved)

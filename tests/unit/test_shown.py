@@ -22,7 +22,7 @@ from fastensor.checkpoint.report import LoadReport, SaveReport
 from fastensor.data import LmdbDataset, LmdbLoader, ReadAheadSampler
 from fastensor.files.shown import record_repr, shown
 from fastensor.offload import ActivationOffload, EncodedBytes, OffloadConfig
-from fastensor.offload.report import PlannedTensor
+from fastensor.offload.statistics import PlannedTensor
 from fastensor.provision import DataService, FileSource, LoaderStatistics, ProvisionedLoader
 from fastensor.stitch.parts import Damage
 from fastensor_accelerate import (

@@ -17,9 +17,8 @@ from fastensor.offload.config import OffloadConfig, checked_config, dry_run_conf
 from fastensor.offload.engine import OffloadEngine
 from fastensor.offload.hooks import StepHooks, untraced
 from fastensor.offload.modules import AttachedModel
-from fastensor.offload.report import OffloadEstimate, PlanReport, report_of
 from fastensor.offload.slots import check_folders
-from fastensor.offload.statistics import OffloadStatistics
+from fastensor.offload.statistics import OffloadEstimate, OffloadStatistics, PlanReport, report_of
 from fastensor.offload.undone import undone
 
 

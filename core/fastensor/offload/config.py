@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack, ge
 import torch
 
 from fastensor.backends import registry
-from fastensor.files.arguments import as_nbytes, check_flags, checks_keywords, did_you_mean
+from fastensor.files.arguments import as_nbytes, check_flags, check_word, checks_keywords, did_you_mean
 from fastensor.files.budgets import available_memory
 from fastensor.files.launchers import local_processes
 from fastensor.files.shown import record_repr
@@ -57,9 +57,8 @@ class OffloadConfig:
     1: the same for a share of the bytes that a forward pass saves, if that much is free; the first pass of a kind goes
     by ``"auto"``, because nobody knows yet how many bytes there will be.
 
-    If host memory gets short later, in either pass, what stays there leaves after all: what was saved first, and is
-    needed last, goes first (:attr:`OffloadStatistics.displaced_bytes`). Passes that are not examined because everything
-    fits leave nothing.
+    Free host memory is looked at again while tensors are saved: if it gets short, nothing more stays. What stays
+    already does not leave, nor does anything in passes that are not examined because everything fits.
 
     The first forward passes of a kind are measured, and then planned (the FlashNeuron paper, section 3.3):
     :meth:`ActivationOffload.plan` shows it."""
@@ -92,14 +91,15 @@ class OffloadConfig:
     and after that module: compiled code saves all of its tensors when it ends. With ``fullgraph=True`` torch raises
     instead. Compile modules that no pattern fits, or one by one those that patterns fit."""
     codecs: tuple[Codec, ...] = ()
-    """Codecs that make tensors smaller before they go to the SSD, at a cost in time of processors, or of the GPU.
+    """Codecs that make tensors smaller before they go to the SSD, at a cost in time of the host's processors.
 
     ``"csr"`` leaves zeros out, and keeps every bit: it is used for tensors that get smaller by that, such as outputs of
     ReLU. ``"fp16"`` or ``"bf16"`` rounds float32 to 16 bits, and so changes gradients: those of tensors that were
-    written and read, which depends on timing. Other dtypes are left alone, and with ``fp16`` so is a tensor in which a
-    finite number would become infinity. ``("csr", "fp16")`` does both (the FlashNeuron paper, section 3.2).
+    written and read, which depends on timing. Other dtypes are left alone, and with ``fp16`` so are 4 MiB in
+    which a finite number would become infinity. ``("csr", "fp16")`` does both (the FlashNeuron paper, section 3.2).
 
-    Nothing is encoded that stays in host memory by ``dram_bytes``."""
+    Nothing is encoded that stays in host memory by ``dram_bytes``, nor tensors of a GPU that are larger than
+    ``staging_bytes``."""
     backend: str = registry.AUTO
     """The backend that moves the bytes: ``direct``, ``numpy``, ``gds``, or by default the one that was the fastest for
     tensors of the size on this machine (the Fastensor paper's WRDic)."""
@@ -129,11 +129,12 @@ class OffloadConfig:
     """Warn if at the present pace the drives are worn out in fewer days."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("target", get_args(Tier)), ("when_full", get_args(WhenFull))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is one of {choices}, found {getattr(self, name)!r}")
-        for option in dataclasses.fields(self):
-            _check_kind(option.name, str(option.type), getattr(self, option.name))
+        check_word(self.target, "target", get_args(Tier))
+        check_word(self.when_full, "when_full", get_args(WhenFull))
+        check_flags(verify=self.verify, return_freed_memory=self.return_freed_memory)
+        _check_number("drive_days", self.drive_days)
+        if self.drive_tbw is not None:
+            _check_number("drive_tbw", self.drive_tbw)
         self._read_sizes()
         _check_schedule(self.schedule)
         for name in ("directories", "include", "exclude", "codecs"):
@@ -213,18 +214,8 @@ def _share_of_gpu(device: torch.device) -> int:
     return min(on_device, available_memory() // _SHARE_OF_HOST // local_processes())
 
 
-def _check_kind(name: str, kind: str, value: Any) -> None:
-    """Raise an error for a number or a truth value that is none, or is negative. Sizes are left alone.
-
-    Args:
-        name: the option.
-        kind: its annotation.
-        value: what was found.
-    """
-    if kind == "bool":
-        check_flags(**{name: value})
-    if (value is None and "None" in kind) or not kind.startswith("float"):
-        return
+def _check_number(name: str, value: object) -> None:
+    """Raise an error for a number that is none, or is negative."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is a number, found {value!r}")
     if not float(value) >= 0:  # also NaN

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 
@@ -14,7 +13,7 @@ from fastensor.backends.memory import copy_memory
 from fastensor.backends.streams import Copies, Event, wait_for
 from fastensor.backends.to_device import DeviceTarget
 from fastensor.errors import OffloadError
-from fastensor.offload.geometry import ALIGNMENT
+from fastensor.offload.tensors import ALIGNMENT
 
 STAGED = {"cuda"}
 """Device types whose tensors go through staging blocks, out and in, so that device memory is free early. Backends write
@@ -146,12 +145,17 @@ def copy_out(source: torch.UntypedStorage, begin: int, nbytes: int, block: Buffe
         wait_for(queue_out(source, begin, nbytes, [block], after))
 
 
-def copy_in(target: torch.UntypedStorage, begin: int, nbytes: int, block: Buffer, after: Event | None) -> None:
-    """Copy the start of a block to a part of a storage. See :func:`queue_in`."""
+def copy_in(target: torch.UntypedStorage, begin: int, memory: torch.Tensor, after: Event | None) -> None:
+    """Copy host memory, uint8, to a part of a storage, whose memory is free once ``after`` is reached."""
     if is_host(target.device):
-        copy_memory(target.data_ptr() + begin, block.address, nbytes)
-    else:
-        wait_for(queue_in(target, begin, nbytes, [block], after))
+        copy_memory(target.data_ptr() + begin, memory.data_ptr(), memory.numel())
+        return
+    copies = Copies([target.device], "offload in").follow(after)
+    try:
+        with copies.entered():
+            copies.copy(bytes_of(target, begin, memory.numel()), memory)
+    finally:  # an interrupt must not give memory back that is used
+        wait_for(copies.events(), even_if_failed=True)
 
 
 def is_host(device: torch.device) -> bool:
@@ -185,15 +189,3 @@ def resized(storage: torch.UntypedStorage, end: int) -> OffloadError:
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     with torch.inference_mode(False):
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-@contextmanager
-def queued(device: torch.device, after: Event | None) -> Iterator[None]:
-    """Queue the work of the block on a stream of its own, after an event, and wait for it in the end. Does nothing for
-    a device without streams."""
-    copies = Copies([device], "offload codecs").follow(after)
-    try:
-        with copies.entered():
-            yield
-    finally:  # an interrupt must not give memory back that is used
-        wait_for(copies.events(), even_if_failed=True)

@@ -17,18 +17,19 @@ from fastensor.errors import OffloadError
 from fastensor.files.forks import in_children
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.copying import PAGE_NBYTES
-from fastensor.offload.forward import ForwardPass
+from fastensor.offload.forward import ForwardPass, PrefetchSchedules
 from fastensor.offload.host_memory import is_address_space_limited, page_fault_seconds, spare_address_space
-from fastensor.offload.modules import AttachedModel, PersistentStorages
+from fastensor.offload.modules import AttachedModel
 from fastensor.offload.planner import Planner, UnexaminedPass
-from fastensor.offload.prefetch_schedule import PrefetchSchedules
-from fastensor.offload.report import OffloadEstimate, estimate_of, report_of
 from fastensor.offload.scheduler import TransferRates
 from fastensor.offload.statistics import (
     Counters,
     EncodedBytes,
+    OffloadEstimate,
     OffloadStatistics,
     drive_days,
+    estimate_of,
+    report_of,
 )
 from fastensor.offload.swapper import Swapper
 from fastensor.offload.trace import Trace
@@ -69,7 +70,7 @@ class OffloadEngine:
         self._swapper: Swapper | None = None
         self._counters = Counters()
         self._schedules = PrefetchSchedules()
-        self.planner = Planner(self.config, self._rates, self._unallocated_gradients)
+        self.planner = self._new_planner(self.config)
         self._forward_passes = 0
         self._window_start = self._counters.transfers()
         """Totals of transfers when their rates were last found out."""
@@ -104,7 +105,7 @@ class OffloadEngine:
         except BaseException:
             if self._swapper is swapper and not self.closed:
                 self._swapper = None
-                self.planner = Planner(self.config, self._rates, self._unallocated_gradients)
+                self.planner = self._new_planner(self.config)
             if swapper is not None:
                 swapper.close()
             raise
@@ -146,7 +147,7 @@ class OffloadEngine:
             self._forward_passes += 1
             if self._forward_passes % _FORGET_REFERENCED_EVERY == 0:
                 swapper.externally_referenced.clear()
-        return ForwardPass(swapper, self._schedules.begin, self.planner.begin_pass(is_rest=is_rest))
+        return ForwardPass(swapper, self._schedules, self.planner.begin_pass(is_rest=is_rest))
 
     def _rates(self) -> TransferRates | None:
         """Rates of transfers since they were last found out, or since the one time before, if little has moved
@@ -166,7 +167,6 @@ class OffloadEngine:
         Raises:
             OffloadError: no pass with a backward pass was measured.
         """
-        planner = Planner(config, self._rates, self._unallocated_gradients)
         self.planner.plan_ended()
         measured = self.planner.latest()
         if measured is None:
@@ -176,24 +176,22 @@ class OffloadEngine:
             )
         rates = self._rates()
         return estimate_of(
-            report_of(planner.planned(measured.record)),
+            report_of(self._new_planner(config).planned(measured.record)),
             rates.write_bandwidth if rates else 0.0,
             rates.read_bandwidth if rates else 0.0,
             config.drive_tbw,
         )
 
+    def _new_planner(self, config: OffloadConfig) -> Planner:
+        return Planner(config, self._rates, self._unallocated_gradients, self._transit_bytes)
+
     def _unallocated_gradients(self) -> int:
         """Bytes of gradients of the attached model that the backward pass will allocate."""
         return 0 if self.model is None else self.model.unallocated_gradients()
 
-    def persistent_storages(self) -> PersistentStorages:
-        """The storages of the model's parameters and buffers."""
-        return PersistentStorages(None if self.model is None else self.model.model)
-
-    @property
-    def wants_now(self) -> bool:
-        """True if tensors that are saved now, in this thread, are offloaded."""
-        return self.model is None or self.model.wants
+    def _transit_bytes(self) -> int:
+        """Bytes of memory that transfers take now, of their budgets."""
+        return 0 if (swapper := self._swapper) is None else swapper.transit_bytes()
 
     def count(self, seconds: float, counts: Mapping[str, int] = NOTHING, kept: Mapping[str, int] = NOTHING) -> None:
         """Add what one call of a hook has done.
@@ -230,13 +228,13 @@ class OffloadEngine:
 
     def note_use(self, nbytes: int, device: torch.device) -> None:
         """Note that a tensor is saved, whether it stays or leaves, or is needed. Now and then, look how much memory is
-        free: what was to stay leaves if memory is short."""
+        free: fewer tensors stay from then on if it is short."""
         swapper = self._swapper
         if swapper is None or device.type != "cpu" or not swapper.note_use(nbytes):
             return
         with self.guarded(swapper):
-            displaced = swapper.look_at_memory(lambda: self.planner.besides(device))
-            self.planner.note_shortage(device, displaced)
+            swapper.look_at_memory()
+            self.planner.look_again()
 
     def settle(self) -> None:
         """Wait until nothing is being written or read."""
@@ -266,7 +264,7 @@ class OffloadEngine:
             ),
             **{name: counts[name] for name in (
                 "steps", "packed", "shared_bytes", "peak_saved_bytes", "peak_memory_bytes", "offloaded",
-                "offloaded_bytes", "written_bytes", "read_bytes", "taken_back_bytes", "displaced_bytes",
+                "offloaded_bytes", "written_bytes", "read_bytes", "taken_back_bytes",
                 "failed_writes", "prefetch_hits", "prefetch_late", "misses", "peak_pending_bytes",
                 "peak_loaded_bytes", "peak_dram_bytes", "peak_ssd_bytes",
             )},

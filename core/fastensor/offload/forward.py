@@ -1,17 +1,17 @@
-"""One forward pass: the ranges that it has saved, and in which order its backward pass will need them."""
+"""One forward pass: the ranges that it has saved, and the order in which its backward pass will need them: that of the
+last backward pass of the same form, or the reverse of the forward pass."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
-from typing import TypeAlias
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, takewhile
 
 import torch
 
 from fastensor.offload.planner import PassRecord, SavedTensor
-from fastensor.offload.prefetch_schedule import PrefetchSchedule
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.swapper import Swapper
 
@@ -20,8 +20,105 @@ _MOST_AHEAD = 64
 _LOOK_AGAIN_AFTER = 4
 """A backward pass looks at what comes next when it has taken one in so many of the ranges that were in memory or being
 read at the last look. So reader threads are woken for several ranges at once, and most tensors cost less."""
-BeginSchedule: TypeAlias = Callable[[int, Sequence[int]], PrefetchSchedule]
-"""See :meth:`fastensor.offload.prefetch_schedule.PrefetchSchedules.begin`. Called by several threads."""
+_MOST_FORMS = 16
+"""Forms of forward passes whose order is remembered: the latest."""
+_SLACK = 8
+"""Places by which a node of the graph may come later than in the last backward pass, and is still expected."""
+
+
+class PrefetchSchedules:
+    """The orders of recent backward passes, by the form of the forward pass. Used by several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[int, list[int]] = OrderedDict()
+
+    def begin(self, form: int, saved: Sequence[int]) -> PrefetchSchedule:
+        """The schedule of a backward pass that begins.
+
+        Args:
+            form: a hash of what the forward pass has saved.
+            saved: positions of saved tensors, in the order in which nodes have saved them. Several nodes may save the
+                same position.
+        """
+        with self._lock:
+            schedule = PrefetchSchedule(complete(self._known.pop(form, []), saved))
+            self._known[form] = schedule.taken
+            if len(self._known) > _MOST_FORMS:
+                self._known.popitem(last=False)
+            return schedule
+
+
+def complete(known: Sequence[int], saved: Sequence[int]) -> list[int]:
+    """The expected order of everything that was saved: the known part first, then the rest in reverse.
+
+    >>> complete([], [0, 1, 0, 2]), complete([0, 2, 0], [0, 1, 0, 2, 3])
+    ([2, 0, 1, 0], [0, 2, 0, 3, 1])
+    """
+    there = set(saved)
+    first = [position for position in known if position in there]
+    known_now = set(first)
+    return first + [position for position in reversed(saved) if position not in known_now]
+
+
+class PrefetchSchedule:
+    """Positions that one backward pass has taken, and those that it is expected to take next. A position that several
+    nodes have saved is taken several times."""
+
+    def __init__(self, expected: Sequence[int]) -> None:
+        self._left = OrderedDict(enumerate(expected))
+        """The positions that are still to come, by their places in the order."""
+        self._places: dict[int, list[int]] = {}
+        """By position, its places, the nearest one last."""
+        for place in reversed(self._left):
+            self._places.setdefault(expected[place], []).append(place)
+        self.taken: list[int] = []
+        """Positions in the order in which they were taken."""
+        self._seen: set[int] = set()
+
+    def take(self, position: int) -> bool:
+        """Note that a position is needed now. What it is taken far in front of is not expected any more.
+
+        Returns:
+            Whether that was expected, or the position was taken as often as it was expected.
+        """
+        seen = position in self._seen
+        self._seen.add(position)
+        self.taken.append(position)
+        places = self._places.get(position, [])
+        while places and places[-1] not in self._left:
+            places.pop()
+        if not places:
+            return seen
+        place, first = places.pop(), next(iter(self._left))
+        del self._left[place]
+        if place - first <= _SLACK:
+            return True
+        for passed in list(takewhile(lambda one: one < place, self._left)):
+            del self._left[passed]
+        return False
+
+    def upcoming(self, is_there: Callable[[int], bool] = lambda position: True) -> Iterator[int]:
+        """The positions that are expected next, in order.
+
+        Args:
+            is_there: whether a graph still holds a position. A position that no graph holds is struck out, and not
+            asked about again.
+
+        >>> schedule = PrefetchSchedule([2, 1, 2, 0])
+        >>> schedule.take(2), list(schedule.upcoming()), list(schedule.upcoming(lambda position: position != 2))
+        (True, [1, 2, 0], [1, 0])
+        """
+        gone = []
+        try:
+            for place, position in self._left.items():
+                if is_there(position):
+                    yield position
+                else:
+                    gone.append(place)
+        finally:
+            for place in gone:
+                del self._left[place]
 
 
 class ForwardPass:
@@ -31,13 +128,13 @@ class ForwardPass:
 
     Args:
         swapper: moves the ranges.
-        begin_schedule: looks up the order of the last backward pass of the same form.
+        schedules: the orders of the last backward passes.
         record: what planners want to know of the pass.
     """
 
-    def __init__(self, swapper: Swapper, begin_schedule: BeginSchedule, record: PassRecord) -> None:
+    def __init__(self, swapper: Swapper, schedules: PrefetchSchedules, record: PassRecord) -> None:
         self.swapper = swapper
-        self._begin_schedule = begin_schedule
+        self._schedules = schedules
         self._lock = threading.Lock()
         self._ranges: list[Callable[[], SavedBytes | None]] = []
         """By position."""
@@ -45,8 +142,6 @@ class ForwardPass:
         """Positions, in the order in which nodes have saved them."""
         self.record = record
         self._schedule: PrefetchSchedule | None = None
-        self._upcoming: list[int] = []
-        """Positions that were expected next when that was looked at last."""
         self._expected_takes = 0
         """Ranges that may be needed before the schedule is looked at again, if they come as expected."""
 
@@ -80,11 +175,6 @@ class ForwardPass:
             self._saved.append(len(self._ranges))
             self._ranges.append(_no_range if saved is None else weakref.ref(saved))
 
-    def displace(self, position: int, saved: SavedBytes) -> None:
-        """Note that a tensor leaves memory after all."""
-        with self._lock:
-            self._ranges[position] = weakref.ref(saved)
-
     def add_again(self, position: int | None, saved: SavedBytes | None, clock: float) -> int:
         """Note that another node saves bytes that were saved before.
 
@@ -104,24 +194,23 @@ class ForwardPass:
         self.record.form = hash((self.record.form, position))
         return position
 
-    def look_ahead(self, needed: SavedBytes, position: int) -> tuple[list[SavedBytes], list[SavedBytes]]:
+    def look_ahead(self, needed: SavedBytes, position: int) -> list[SavedBytes]:
         """Note that a range is needed now.
 
         Returns:
-            The ranges that will be needed next, in order; and those that were expected next before, and are no more.
-            Nothing if all is as expected, and most of what :meth:`note_read_ahead` has counted is still to come.
+            The ranges that will be needed next, in order. None of them if all is as expected, and most of what
+            :meth:`note_read_ahead` has counted is still to come.
         """
         with self._lock:
             if self._schedule is None:
-                self._schedule = self._begin_schedule(self.record.form, self._saved)
-            schedule = self._schedule
-            expected = not needed.unread or schedule.take(position)  # backward passes may be repeated
+                self._schedule = self._schedules.begin(self.record.form, self._saved)
+            expected = not needed.unread or self._schedule.take(position)  # backward passes may be repeated
             if expected and self._expected_takes and not needed.is_to_be_read:
                 self._expected_takes -= 1
-                return [], []
-            before, self._upcoming = self._upcoming, list(islice(schedule.upcoming(self._is_there), _MOST_AHEAD))
-            unexpected = set() if expected else set(before).difference(self._upcoming, [position])
-            return self._there(self._upcoming), self._there(unexpected)
+                return []
+            upcoming = islice(self._schedule.upcoming(self._is_there), _MOST_AHEAD)
+            ranges = [self._ranges[position]() for position in upcoming]
+            return [saved for saved in ranges if saved is not None]
 
     def note_read_ahead(self, count: int) -> None:
         """Note how many of the ranges that will be needed next will not have to be waited for long: see
@@ -131,10 +220,6 @@ class ForwardPass:
 
     def _is_there(self, position: int) -> bool:
         return self._ranges[position]() is not None
-
-    def _there(self, positions: Iterable[int]) -> list[SavedBytes]:
-        """The ranges at these positions that a graph still holds."""
-        return [saved for saved in (self._ranges[position]() for position in positions) if saved is not None]
 
 
 def _no_range() -> None:

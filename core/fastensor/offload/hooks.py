@@ -6,8 +6,8 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,124 +17,91 @@ from fastensor.offload.codecs import LOSSY, sampled_ratio
 from fastensor.offload.copying import page_offset_of
 from fastensor.offload.engine import NOTHING, OffloadEngine
 from fastensor.offload.forward import ForwardPass
-from fastensor.offload.geometry import View, bytes_to_move, empty, spanned
-from fastensor.offload.persistent import is_cast_of_parameter, nbytes_of, reason_to_keep, storage_of
-from fastensor.offload.planner import KeptBytes, SavedTensor, UnexaminedPass
+from fastensor.offload.limits import KeptBytes
+from fastensor.offload.modules import PersistentStorages
+from fastensor.offload.planner import SavedTensor, UnexaminedPass
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.swapper import Swapper
-from fastensor.offload.trace import TracedPass
+from fastensor.offload.tensors import (
+    View,
+    bytes_to_move,
+    empty,
+    is_cast_of_parameter,
+    nbytes_of,
+    reason_to_keep,
+    spanned,
+    storage_of,
+)
+from fastensor.offload.trace import TracedPass, note_now
 
 _LEAST_TO_TIDY = 256
-"""Ranges that a step knows before it looks for ranges to forget."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeptTensor:
-    """The graph's record of a tensor that stays in memory."""
-
-    tensor: torch.Tensor
-    version: int
-    kept: KeptBytes | None = None
-    """The graphs' handle of the bytes of a pass that was not examined."""
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, kept: KeptBytes | None = None) -> KeptTensor:
-        """A record with the detached tensor: a graph that held its own output would never be freed."""
-        detached = _detached(tensor)
-        return cls(detached, 0 if detached.is_inference() else detached._version, kept)
-
-    def check_version(self) -> None:
-        """Raise RuntimeError if the tensor was modified in place."""
-        if not self.tensor.is_inference():
-            _check_version(self.tensor, self.version, self.tensor)
+"""Ranges that a pass saves before a step looks whether graphs still hold most of them."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class RangeHandle:
-    """The graphs' handle of a range of bytes that leaves memory, or stays by plan unless memory gets short. When the
-    handle goes, the bytes are released, or others have room."""
+    """The graphs' handle of a range of bytes that leaves memory, or stays by plan. When the handle goes, the bytes are
+    released, or others have room."""
 
-    swapper: Swapper
     forward: ForwardPass
     position: int
     """In that forward pass."""
-    mark: int
-    span: range
-    """The bytes of the storage."""
-    dtype: torch.dtype
-    """The dtype of the tensor that was saved first. It says what codecs may do with the bytes."""
+    nbytes: int
     owner: weakref.ref[torch.Tensor]
     """The tensor whose version counter counts for the range."""
-    kept: KeptBytes | None = None
+    kept: KeptBytes | None
     """The planner's leave to stay; None if the bytes leave."""
     saved: SavedBytes | None = None
     """The bytes, if they leave."""
-    records: list[weakref.ref[MovableTensor]] = field(default_factory=list)
-    """The graphs' records of tensors that stay, which change if the bytes leave."""
-    was_needed: bool = False
-    """True if a backward pass has got a tensor that stays, and may keep it alive."""
 
-    def leave(self, tensor: torch.Tensor) -> SavedBytes:
-        """The range of a tensor on these bytes, which the caller has to move."""
-        saved = self.saved = _saved_bytes(tensor, self)
-        # No __del__: weak references are dead when a finalizer runs, so no step shares a handle that goes.
-        weakref.finalize(self, self.swapper.release, saved).atexit = False
-        return saved
-
-    def displace(self) -> SavedBytes | None:
-        """Have the graphs hold the range in place of their tensors: memory is short, and the caller writes the range.
-        None if that would free no memory. Call it with the swapper's lock held."""
-        staying = [one for record in self.records if (one := record()) is not None and one.tensor is not None]
-        if self.was_needed or self.kept is None or not staying:
-            return None
-        assert staying[0].tensor is not None
-        saved = self.leave(staying[0].tensor)
-        saved.kept, self.kept, saved.unread = self.kept, None, len(staying)
-        self.forward.displace(self.position, saved)
-        for one in staying:
-            one.leave()
-        return saved
+    def leave(self, saved: SavedBytes) -> None:
+        """Have the bytes released when the handle goes. No ``__del__``: weak references are dead when a finalizer runs,
+        so no step shares a handle that goes."""
+        self.saved = saved
+        weakref.finalize(self, self.forward.swapper.release, saved).atexit = False
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class MovableTensor:
-    """The graph's record of a tensor on a range of bytes that leaves memory, or stays by plan."""
+@dataclass(slots=True, eq=False)
+class PackedTensor:
+    """The graph's record of a saved tensor, which nothing changes. It is not frozen, because to make a frozen record
+    takes a fifth of the time of :meth:`StepHooks.pack` in a pass that is not examined."""
 
-    handle: RangeHandle
-    forward: ForwardPass
-    position: int
-    """In the forward pass."""
+    tensor: torch.Tensor
+    """The tensor, if it stays in memory. Or else a tensor without memory, with the version counter of the saved one."""
     version: int
-    tensor: torch.Tensor | None
-    """The tensor, while its bytes stay."""
+    held: RangeHandle | KeptBytes | None = None
+    """The graphs' handle of the tensor's bytes, or of those of a pass that was not examined; None if nobody counts
+    them."""
+    forward: ForwardPass | None = None
+    """The pass that has noted the tensor; None if none has."""
+    position: int = 0
+    """In the forward pass."""
     view: View | None = None
-    """The tensor's place in the bytes that leave."""
-    versioned: torch.Tensor | None = None
-    """Has no memory, but the version counter of the saved tensor."""
+    """The tensor's place in the bytes that leave; None if it stays."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, handle: RangeHandle, forward: ForwardPass, position: int) -> MovableTensor:
-        record = cls(handle, forward, position, tensor._version, _detached(tensor))
-        if handle.saved is None:
-            handle.records.append(weakref.ref(record))
-        else:
-            record.leave()
-        return record
+    def kept(
+        cls,
+        tensor: torch.Tensor,
+        held: RangeHandle | KeptBytes | None = None,
+        forward: ForwardPass | None = None,
+        position: int = 0,
+    ) -> PackedTensor:
+        """A record with the detached tensor: a graph that held its own output would never be freed."""
+        detached = _detached(tensor)
+        return cls(detached, 0 if detached.is_inference() else detached._version, held, forward, position)
 
-    def leave(self) -> None:
-        """Hold the tensor's place in the bytes in place of the tensor."""
-        assert self.tensor is not None
-        self.view, self.versioned = View.of(self.tensor), _without_memory(self.tensor)
-        self.tensor = None  # last: other threads may ask for the tensor meanwhile
+    @classmethod
+    def of(cls, tensor: torch.Tensor, handle: RangeHandle, forward: ForwardPass, position: int) -> PackedTensor:
+        """A record of a tensor on a range."""
+        if handle.saved is None:
+            return cls.kept(tensor, handle, forward, position)
+        return cls(_without_memory(tensor), tensor._version, handle, forward, position, View.of(tensor))
 
     def check_version(self) -> None:
         """Raise RuntimeError if the tensor was modified in place."""
-        if (kept := self.tensor) is not None:
-            _check_version(kept, self.version, kept)
-        else:
-            assert self.view is not None
-            assert self.versioned is not None
-            _check_version(self.versioned, self.version, self.view)
+        if not self.tensor.is_inference():
+            _check_version(self.tensor, self.version, self.tensor if self.view is None else self.view)
 
     def bring(self, saved: SavedBytes) -> torch.Tensor:
         """The tensor on a range that has left, in memory again.
@@ -143,14 +110,16 @@ class MovableTensor:
             OffloadError: see :meth:`fastensor.offload.swapper.Swapper.bring`.
         """
         assert self.view is not None
-        assert self.versioned is not None
-        upcoming, unexpected = self.forward.look_ahead(saved, self.position)
-        storage, origin = self.handle.swapper.bring(saved, upcoming, unexpected)
-        tensor = _with_version_counter(self.versioned, self.view.on(storage, origin))
+        assert isinstance(self.held, RangeHandle)
+        assert self.forward is not None
+        swapper = self.held.forward.swapper
+        upcoming = self.forward.look_ahead(saved, self.position)
+        storage, origin = swapper.bring(saved, upcoming)
+        tensor = _with_version_counter(self.tensor, self.view.on(storage, origin))
         used_on_current(tensor.conj() if tensor.is_conj() else tensor)  # of the memory, not of a conjugated copy
-        if upcoming or unexpected:
+        if upcoming:
             # Reading ahead wakes reader threads, so it comes last, as writing does in pack.
-            self.forward.note_read_ahead(self.handle.swapper.read_ahead(saved, upcoming, unexpected))
+            self.forward.note_read_ahead(swapper.read_ahead(saved, upcoming))
         return tensor
 
 
@@ -163,7 +132,7 @@ class StepHooks:
 
     def __init__(self, engine: OffloadEngine) -> None:
         self._engine = engine
-        self._persistent = engine.persistent_storages()
+        self._persistent = PersistentStorages(None if engine.model is None else engine.model.model)
         self._forward: ForwardPass | None = None
         self._traced: TracedPass | None = None
         self._seconds_in_hooks = 0.0
@@ -177,21 +146,21 @@ class StepHooks:
         """True if the first tensors of the forward pass were not examined, and the others are."""
         self._saved_nbytes = 0
         """Bytes of all tensors that the forward pass has saved so far."""
-        self._known: dict[tuple[int, int], list[weakref.ref[RangeHandle]]] = {}
-        """Ranges that were saved, and may be saved again while a graph holds them: by storage and version."""
-        self._count = 0
-        """Ranges in ``_known``."""
-        self._tidy_at = _LEAST_TO_TIDY
+        self._known = weakref.WeakValueDictionary[tuple[object, ...], RangeHandle]()
+        """Ranges that were saved, and may be saved again while a graph holds them."""
+        self._remembered = 0
+        """Ranges that were known when the latest record began, and that it has saved since."""
+        self._is_lossy = not LOSSY.keys().isdisjoint(engine.config.codecs)
 
-    def pack(self, tensor: torch.Tensor) -> KeptTensor | MovableTensor:
+    def pack(self, tensor: torch.Tensor) -> PackedTensor:
         """The record that the graph is to hold in place of a tensor that autograd saves."""
         started = time.perf_counter()
         nbytes = nbytes_of(tensor)
         if self._is_over and torch._C._current_graph_task_id() == -1:
             self._begin_pass()
         if (unexamined := self._unexamined) is not None:
-            if unexamined.nbytes + nbytes <= unexamined.most_nbytes:
-                whole = KeptTensor.of(tensor, unexamined.kept)
+            if unexamined.nbytes + nbytes <= unexamined.kept.nbytes:
+                whole = PackedTensor.kept(tensor, unexamined.kept)
                 self._engine.note_use(nbytes, tensor.device)
                 unexamined.count += 1
                 unexamined.nbytes += nbytes
@@ -199,7 +168,7 @@ class StepHooks:
                 return whole
             self.end_unexamined()
             self._is_rest = True
-        self._note_pass()
+        self._note_pass("forward")
         self._clock = started - self._seconds_in_hooks
         counts, kept = {"packed": 1}, dict[str, int]()
         try:
@@ -211,12 +180,12 @@ class StepHooks:
                     self._engine.note_memory(swapper)
                     return record
             kept[reason] = len(span)
-            return KeptTensor.of(tensor)
+            return PackedTensor.kept(tensor)
         finally:
             self._saved_nbytes += nbytes
             if self._forward is not None:
                 self._forward.record.saved_nbytes = self._saved_nbytes
-            self._note_pass()
+            self._note_pass("forward")
             self._note_time(started, counts, kept)
 
     def end_unexamined(self) -> None:
@@ -229,47 +198,46 @@ class StepHooks:
     def _begin_pass(self) -> None:
         """Begin another forward pass."""
         self.end_unexamined()
-        if self._count >= self._tidy_at // 2:  # or else it is not due before the pass has saved as many
-            self._forget()
         self._is_over = self._is_rest = False
         self._begin_record()
-        if self._engine.trace is None:
+        if (trace := self._engine.trace) is not None:
+            self._traced = trace.begin_pass()
+        else:
             self._unexamined = self._engine.begin_unexamined()
 
     def _begin_record(self) -> None:
         """Record what is saved next as a pass of its own."""
-        self._forward, self._saved_nbytes = None, 0
+        self._forward, self._saved_nbytes, self._remembered = None, 0, len(self._known)
 
-    def unpack(self, packed: KeptTensor | MovableTensor) -> torch.Tensor:
+    def unpack(self, packed: PackedTensor) -> torch.Tensor:
         """The tensor that autograd needs again."""
         self._is_over = True
-        self._note_pass(is_needed=True)
-        if isinstance(packed, KeptTensor):
+        self._note_pass("backward")
+        held, forward = packed.held, packed.forward
+        if forward is None:
             packed.check_version()
-            if packed.kept is not None:
+            if held is not None:
                 self._engine.note_use(nbytes_of(packed.tensor), packed.tensor.device)
             return packed.tensor
-        started = time.perf_counter()
-        clock, handle = started - self._seconds_in_hooks, packed.handle
-        if (kept := packed.tensor) is not None:
-            handle.was_needed = True
-            packed.forward.note_needed(packed.position, clock)
+        assert isinstance(held, RangeHandle)
+        started, saved = time.perf_counter(), held.saved
+        forward.note_needed(packed.position, started - self._seconds_in_hooks, saved)
+        if saved is None:
             packed.check_version()
-            self._engine.note_use(len(handle.span), kept.device)
+            self._engine.note_use(held.nbytes, packed.tensor.device)
             self._note_time(started)
-            return kept
-        assert handle.saved is not None
-        packed.forward.note_needed(packed.position, clock, handle.saved)
-        handle.swapper.check_process()
+            return packed.tensor
+        swapper = held.forward.swapper
+        swapper.check_process()
         packed.check_version()
         try:
-            with self._engine.guarded(handle.swapper):
-                tensor = packed.bring(handle.saved)
-                self._engine.note_memory(handle.swapper)
-                self._engine.note_use(handle.saved.nbytes, tensor.device)
+            with self._engine.guarded(swapper):
+                tensor = packed.bring(saved)
+                self._engine.note_memory(swapper)
+                self._engine.note_use(saved.nbytes, tensor.device)
                 return tensor
         finally:
-            self._note_pass(is_needed=True)
+            self._note_pass("backward")
             self._note_time(started)
 
     def _note_time(
@@ -279,18 +247,13 @@ class StepHooks:
         self._seconds_in_hooks += seconds
         self._engine.count(seconds, counts, kept)
 
-    def _note_pass(self, *, is_needed: bool = False) -> None:
+    def _note_pass(self, name: Literal["forward", "backward"]) -> None:
         """Note in the trace, if there is one, that the forward pass is here, or its backward pass."""
         if (trace := self._engine.trace) is None:
             return
         trace.sample_memory()
-        if is_needed:
-            if self._traced is not None:
-                self._traced.backward.note_now()
-        elif torch._C._current_graph_task_id() == -1:
-            if self._traced is None or self._traced.backward.begin is not None:
-                self._traced = trace.begin_pass()
-            self._traced.forward.note_now()
+        if self._traced is not None and (name == "backward" or torch._C._current_graph_task_id() == -1):
+            note_now(self._traced, name)
 
     def _why_kept(self, tensor: torch.Tensor, nbytes: int) -> tuple[str, range]:
         """Reason for which a tensor of ``nbytes`` stays in memory, or an empty string; and its bytes, as a range of its
@@ -301,69 +264,61 @@ class StepHooks:
         if (storage := storage_of(tensor)) is None:
             return "layout", range(nbytes)
         span = bytes_to_move(spanned(tensor), storage.nbytes())
-        if len(span) < self._engine.config.min_bytes and (storage._cdata, tensor._version) not in self._known:
+        if len(span) < self._engine.config.min_bytes and self._known_handle(tensor, span) is None:
             return "small", span
         if storage in self._persistent:
             return "buffer", span
         if is_cast_of_parameter(tensor):
             return "parameter", span
-        return "" if self._engine.wants_now else "module", span
+        model = self._engine.model
+        return "" if model is None or model.wants else "module", span
 
     def _offload(
         self, tensor: torch.Tensor, span: range, swapper: Swapper, counts: dict[str, int], kept: dict[str, int]
-    ) -> KeptTensor | MovableTensor:
-        storage = tensor.untyped_storage()
-        key = storage._cdata, tensor._version
+    ) -> PackedTensor:
         forward = self._current_forward(swapper)
-        shared = self._share(key, tensor, span, swapper)
-        if shared is not None:
+        shared = self._known_handle(tensor, span)
+        if shared is not None and (shared.saved is None or shared.forward.swapper is swapper):
             if shared.saved is not None:
+                swapper.share(shared.saved)
                 counts["shared_bytes"] = len(span)
             known = shared.position if shared.forward is forward else None
-            return MovableTensor.of(tensor, shared, forward, forward.add_again(known, shared.saved, self._clock))
-        if len(span) < self._engine.config.min_bytes:
-            kept["small"] = len(span)
-            return KeptTensor.of(tensor)
+            return PackedTensor.of(tensor, shared, forward, forward.add_again(known, shared.saved, self._clock))
         mark = forward.mark(len(span), tensor.dtype, tensor.device)
         if mark in swapper.externally_referenced:
             kept["externally referenced"] = len(span)
             forward.add(None, forward.record.nothing(self._clock))
-            return KeptTensor.of(tensor)
+            return PackedTensor.kept(tensor)
         self._engine.note_use(len(span), tensor.device)
-        handle = RangeHandle(
-            swapper, forward, forward.next_position, mark, span, tensor.dtype, weakref.ref(_owner_of(tensor))
-        )
         noted = _noted(tensor, mark, len(span), self._clock, self._ratio(tensor, span, mark, swapper))
-        handle.kept = self._engine.planner.keep(mark, len(span), tensor.device)
-        saved = handle.leave(tensor) if handle.kept is None else None
-        record = MovableTensor.of(tensor, handle, forward, handle.position)
-        if saved is not None:
-            swapper.admit(saved)  # wakes a writer thread: no call follows that lets other threads run first
-            forward.add(saved, noted)
+        staying = self._engine.planner.keep(mark, len(span), tensor.device)
+        handle = RangeHandle(forward, forward.next_position, len(span), weakref.ref(_owner_of(tensor)), staying)
+        if staying is None:
+            handle.leave(_saved_bytes(tensor, span, handle.position, mark))
+        record = PackedTensor.of(tensor, handle, forward, handle.position)
+        if handle.saved is not None:
+            swapper.admit(handle.saved)  # wakes a writer thread: no call follows that lets other threads run first
         else:
             kept["fits"] = len(span)
-            forward.add(None, noted)
-            if tensor.device.type == "cpu":
-                swapper.keep(handle)
-        self._remember(key, handle)
+        forward.add(handle.saved, noted)
+        self._remember((*self._key(tensor), span), handle)
         return record
 
     def _ratio(self, tensor: torch.Tensor, span: range, mark: int, swapper: Swapper) -> float:
-        """Ratio by which codecs make a tensor smaller, as it was written last; or by a sample, before it is planned."""
+        """Ratio by which codecs make a tensor smaller, as it was written last; or by a sample, before it is written."""
         codecs = self._engine.config.codecs
         if not codecs:
             return 1.0
-        ratio = swapper.ratio_of(mark)
-        if ratio > 1:
-            return ratio
-        if (known := self._engine.planner.ratio_of(mark)) is not None:
+        if (known := swapper.ratio_of(mark)) is not None:
             return known
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         memory = memory.set_(tensor.untyped_storage(), span.start, (len(span),), (1,))
         try:
-            return max(sampled_ratio([memory], tensor.dtype, set(codecs)), 1.0)
+            ratio = sampled_ratio([memory], tensor.dtype, set(codecs))
         except torch.OutOfMemoryError:  # a full GPU has no memory for the sample, but may have enough for the step
-            return 1.0
+            ratio = 1.0
+        swapper.note_ratio(mark, ratio)
+        return ratio
 
     def _current_forward(self, swapper: Swapper) -> ForwardPass:
         """The forward pass that saves something now: a new one after a backward pass, or with a new swapper."""
@@ -371,61 +326,45 @@ class StepHooks:
             self._forward = self._engine.begin_forward(swapper, is_rest=self._is_rest)
         return self._forward
 
-    def _share(self, key: tuple[int, int], tensor: torch.Tensor, span: range, swapper: Swapper) -> RangeHandle | None:
-        """The handle of a known range that covers ``span``, for one more saved tensor; None if there is none."""
-        owner = _owner_of(tensor)
-        known = self._known.get(key, [])
-        known[:] = (one for one in known if one() is not None)
-        for one in known:
-            if (handle := one()) is None or handle.owner() is not owner or not self._suffices_for(tensor, handle.dtype):
-                continue
-            covers = handle.span.start <= span.start and span.stop <= handle.span.stop
-            if covers and handle.saved is None:
-                return handle
-            if covers and handle.saved is not None and handle.swapper is swapper:
-                swapper.share(handle.saved)
+    def _key(self, tensor: torch.Tensor) -> tuple[object, ...]:
+        """What ranges of a tensor's memory are known by, beside their bytes. Numbers of float32 that a codec rounds are
+        no bits of another dtype any more."""
+        kind = tensor.dtype if self._is_lossy else None
+        return tensor.untyped_storage()._cdata, tensor._version, id(_owner_of(tensor)), kind
+
+    def _known_handle(self, tensor: torch.Tensor, span: range) -> RangeHandle | None:
+        """The handle of a known range with a tensor's bytes: those of ``span``, or the whole storage. None if there is
+        none."""
+        key, whole = self._key(tensor), range(tensor.untyped_storage().nbytes())
+        for one in (span,) if span == whole else (whole, span):
+            handle = self._known.get((*key, one))
+            if handle is not None and handle.owner() is _owner_of(tensor):
                 return handle
         return None
 
-    def _suffices_for(self, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-        """True if a range has what a tensor needs of it. Numbers of float32 that a codec rounds are no bits of
-        another dtype any more."""
-        return dtype == tensor.dtype or LOSSY.keys().isdisjoint(self._engine.config.codecs)
-
-    def _remember(self, key: tuple[int, int], handle: RangeHandle) -> None:
-        """Note a range that may be saved again. Now and then, so that it costs next to nothing, forget ranges that no
-        graph holds; and the forward pass as well if most ranges that are known since it began are gone."""
-        self._known.setdefault(key, []).append(weakref.ref(handle))
-        self._count += 1
-        if self._count < self._tidy_at:
-            return
-        before = self._count
-        self._forget()
-        if self._count < before / 2:
+    def _remember(self, key: tuple[object, ...], handle: RangeHandle) -> None:
+        """Note a range that may be saved again. Forget the forward pass if most ranges that are known since it began
+        are gone: it was dropped, and another one has begun."""
+        self._known[key] = handle
+        self._remembered += 1
+        if self._remembered >= _LEAST_TO_TIDY and len(self._known) < self._remembered / 2:
             self._begin_record()
 
-    def _forget(self) -> None:
-        """Forget ranges that no graph holds."""
-        alive = {key: [one for one in known if one() is not None] for key, known in self._known.items()}
-        self._known = {key: known for key, known in alive.items() if known}
-        self._count = sum(map(len, alive.values()))
-        self._tidy_at = _LEAST_TO_TIDY + 2 * self._count
 
-
-def _saved_bytes(tensor: torch.Tensor, handle: RangeHandle) -> SavedBytes:
+def _saved_bytes(tensor: torch.Tensor, span: range, position: int, mark: int) -> SavedBytes:
     """The range of a tensor that leaves memory."""
     storage = tensor.untyped_storage()
     return SavedBytes(
-        nbytes=len(handle.span),
-        origin=handle.span.start,
+        nbytes=len(span),
+        origin=span.start,
         device=tensor.device,
         original=StorageWeakRef(storage),  # type: ignore[no-untyped-call]  # torch gives it no types
         source=storage,
-        page_offset=page_offset_of(tensor, handle.span),
+        page_offset=page_offset_of(tensor, span),
         ready=event_now(tensor.device),
         dtype=tensor.dtype,
-        mark=handle.mark,
-        position=handle.position,
+        mark=mark,
+        position=position,
     )
 
 

@@ -13,27 +13,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, Literal, TypeVar
-
-import torch
 
 from fastensor.backends.buffers import Buffer
 from fastensor.backends.streams import wait_for
 from fastensor.backends.threads import NoThreadsError, Pool, finish, open_pool, shut_down, submit
 from fastensor.errors import OffloadError
-from fastensor.offload import copying, encoded, moving
-from fastensor.offload.codecs import MeasuredEncoding, NotAsMeasuredError
+from fastensor.offload import copying, moving
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.host_memory import keep_on_fork
-from fastensor.offload.moving import Piece, Reading
-from fastensor.offload.saved import SavedBytes, StoredBytes
-from fastensor.offload.slots import FileSlot
-from fastensor.offload.staging import cost
+from fastensor.offload.moving import Outgoing, Piece, Reading
+from fastensor.offload.saved import SavedBytes, StoredBytes, StoredPiece
+from fastensor.offload.slots import FileSlot, moves_device_memory
 from fastensor.offload.statistics import Counters
-from fastensor.offload.tiers import StorageTiers
+from fastensor.offload.tiers import StorageTiers, cost
 from fastensor.offload.trace import Trace, note_move
 
 THREADS = 4
@@ -155,7 +151,7 @@ class Jobs:
         """
         try:
             with self._counters.reads.running():
-                self._read_slot(reading, reading.stored)
+                self._read_slots(reading)
         except BaseException as error:  # noqa: BLE001  # returned
             failure = _without_frames(error)
             if isinstance(error, OffloadError):
@@ -175,91 +171,79 @@ class Jobs:
             return
         while True:
             with self._lock:
-                if not (busy := self._tiers.staging.busy(saved.nbytes)):
-                    self._tiers.staging.take(saved)
+                if not (busy := self._tiers.busy(saved.nbytes)):
+                    self._tiers.take(saved)
                     break
             wait_for(busy, even_if_failed=True)
-        wait_for(moving.stage(saved))
+        assert saved.source is not None
+        wait_for(copying.queue_out(saved.source, saved.origin, saved.nbytes, saved.blocks, saved.ready))
         with self._lock:
             saved.source = None
 
     def _store(self, saved: SavedBytes) -> StoredBytes:
         """Write a range with the backend that the selector chooses, encoded if that makes it smaller."""
-        if self._config.codecs and (stored := self._store_encoded(saved)) is not None:
-            return stored
         with self._lock:
             slots = self._tiers.slots
         staged = copying.is_staged(saved.device) and not saved.blocks
-        direct = slots.direct_backends(saved.device) if staged else ()
-        transfer = self._tiers.transfer("write", saved, (*direct, *slots.backends))
-        if staged and transfer.used not in direct:
+        codecs = self._codecs_for(saved, staged=staged)
+        direct = slots.direct_backends(saved.device) if staged and not saved.blocks else ()
+        transfer = self._tiers.transfer("write", saved, (*direct, *slots.backends), learn=not codecs)
+        if staged and not saved.blocks and transfer.used not in direct:
             self._stage(saved)
-        stored = transfer.run(lambda backend: self._write_slot(saved, backend.name), slots.record_fallback)
+        stored = transfer.run(lambda backend: self._write_slots(saved, backend.name, codecs), slots.record_fallback)
         transfer.done(time.perf_counter() - transfer.started)
         return stored
 
-    def _store_encoded(self, saved: SavedBytes) -> StoredBytes | None:
-        """Encode a range where it is, and write it. None if it is to be written as it is: no codec makes it smaller, it
-        is being changed, or the device has no memory left for it."""
+    def _codecs_for(self, saved: SavedBytes, *, staged: bool) -> Set[str]:
+        """The codecs that may make a range smaller, by a sample. A device's tensors are staged for that first; those
+        that are too large to be staged are written as they are."""
+        codecs = set(self._config.codecs)
+        if codecs and staged:
+            self._stage(saved)
+        if not codecs or (staged and not saved.blocks):
+            return set()
+        return codecs if moving.sampled_ratio(saved, codecs) > 1 else set()
+
+    def _write_slots(self, saved: SavedBytes, backend: str, codecs: Set[str]) -> StoredBytes:
+        """Write a range to new slots with one backend. The slots are given back if that fails."""
+        slots: list[FileSlot] = []
+        is_direct = not saved.blocks and moves_device_memory(self._tiers.slots.files[0].opened[backend], saved.device)
         try:
-            measured = encoded.measure(saved, set(self._config.codecs))
-            if measured is None:
-                return None
-            with self._lock:
-                slots = self._tiers.slots
-            transfer = self._tiers.transfer("write", saved, slots.backends, learn=False)
-            return transfer.run(lambda backend: self._encode_slot(saved, measured, backend.name), slots.record_fallback)
-        except (NotAsMeasuredError, torch.OutOfMemoryError):
-            return None
-
-    def _write_slot(self, saved: SavedBytes, backend: str) -> StoredBytes:
-        """Write a range to a new slot with one backend."""
-        with self._slot(saved.lead + saved.nbytes) as slot:
-            slots = slot.file.opened[backend]
-            todo = self._wanted(saved, deque(moving.pieces(saved, lead=saved.lead)))
-            with self._bounce_block(moving.is_copied_to_write(saved, slots)) as bounce:
-                crc32 = moving.write(saved, slot, slots, bounce, todo, checksum=self._config.verify)
-        return StoredBytes(slot, backend, crc32, saved.nbytes)
-
-    def _encode_slot(self, saved: SavedBytes, measured: MeasuredEncoding, backend: str) -> StoredBytes:
-        """Encode a range, and write it to a new slot with one backend."""
-        with self._slot(encoded.slot_nbytes(measured)) as slot:
-            todo, checksum = self._wanted(saved, deque(moving.pieces(saved, lead=0))), self._config.verify
-            with self._tiers.bounce_block() as bounce:
-                slots = slot.file.opened[backend]
-                pieces = encoded.write(saved, measured, slot, slots, bounce, todo, checksum=checksum)
-        return StoredBytes(slot, backend, 0, sum(measured.sizes), measured.encoding, pieces)
-
-    @contextmanager
-    def _slot(self, nbytes: int) -> Iterator[FileSlot]:
-        """A new slot, which is given back if the block raises."""
-        with self._lock:
-            slot = self._tiers.allocate(nbytes)
-        try:
-            yield slot
+            with self._bounce_block(not is_direct and moving.is_copied_to_write(saved, codecs)) as bounce:
+                pieces = []
+                for piece in self._wanted(saved, deque(moving.pieces(saved))):
+                    out = None if is_direct else moving.outgoing(saved, piece, codecs, bounce)
+                    with self._lock:
+                        slots.append(self._tiers.allocate(piece[1] if out is None else len(out.data)))
+                    pieces.append(self._write_piece(saved, piece if out is None else out, slots[-1], backend))
         except BaseException:
             with self._lock:
-                self._tiers.free(slot)
+                for slot in slots:
+                    self._tiers.free(slot)
             raise
+        return StoredBytes(backend, tuple(pieces))
 
-    def _read_slot(self, reading: Reading, stored: StoredBytes) -> None:
+    def _write_piece(self, saved: SavedBytes, piece: Piece | Outgoing, slot: FileSlot, backend: str) -> StoredPiece:
+        opened, checksum = slot.file.opened[backend], self._config.verify
+        if isinstance(piece, Outgoing):
+            return moving.write(saved, piece, slot, opened, checksum=checksum)
+        return moving.write_from_device(saved, piece, slot, opened, checksum=checksum)
+
+    def _read_slots(self, reading: Reading) -> None:
         """Read a range with the backend that has written it, or else with ``numpy``."""
+        stored = reading.stored
+        is_encoded = any(piece.encoding is not None for piece in stored.pieces)
         backends = tuple(dict.fromkeys((stored.backend, "numpy")))
-        is_encoded = stored.encoding is not None
         transfer = self._tiers.transfer("read", reading.saved, backends, learn=not is_encoded)
-        read = self._read_with_helpers
-        transfer.run(lambda backend: read(reading, stored, backend.name), self._tiers.slots.record_fallback)
-        if self._config.verify and not is_encoded:
-            moving.check(reading, stored)
+        transfer.run(lambda backend: self._read_with_helpers(reading, backend.name), self._tiers.slots.record_fallback)
         transfer.done(time.perf_counter() - transfer.started)
 
-    def _read_with_helpers(self, reading: Reading, stored: StoredBytes, backend: str) -> None:
+    def _read_with_helpers(self, reading: Reading, backend: str) -> None:
         """Read a range with one backend, together with the helpers."""
-        if backend != stored.backend:  # the helpers' backend does not work any more: begin again, alone
+        if backend != reading.stored.backend:  # the helpers' backend does not work any more: begin again, alone
             reading.todo.clear()
             self._join(reading)
-            reading.crc32s.clear()
-            reading.todo.extend(reading.pieces())
+            reading.todo.extend(moving.pieces(reading.saved))
         try:
             self._read_pieces(reading, backend)
         finally:
@@ -287,15 +271,9 @@ class Jobs:
 
     def _read_pieces(self, reading: Reading, backend: str) -> None:
         """Read pieces until none is left."""
-        stored = reading.stored
-        slots = stored.slot.file.opened[backend]
-        todo = self._wanted(reading.saved, reading.todo)
-        if stored.encoding is not None:
-            with self._tiers.bounce_block() as bounce:
-                encoded.read(reading, stored, slots, bounce, todo, verify=self._config.verify)
-            return
-        with self._bounce_block(moving.is_copied_to_read(reading, slots)) as bounce_if_wanted:
-            moving.read(reading, stored, slots, bounce_if_wanted, todo, verify=self._config.verify)
+        with self._bounce_block(moving.is_copied_to_read(reading, backend)) as bounce:
+            for piece in self._wanted(reading.saved, reading.todo):
+                moving.read(reading, piece, bounce, backend, verify=self._config.verify)
 
     def _wanted(self, saved: SavedBytes, todo: deque[Piece]) -> Iterator[Piece]:
         """Take pieces of a range, one after the other, until no thread has left one.

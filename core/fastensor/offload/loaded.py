@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from concurrent.futures import Future
 from typing import TypeAlias
 
 import torch
 
-from fastensor.backends.streams import Event, are_reached, hold_back_current
+from fastensor.backends.streams import Event, are_reached, event_now, hold_back_current
 from fastensor.offload import copying, moving
 from fastensor.offload.host_memory import HostMemory
 from fastensor.offload.moving import Reading
@@ -60,9 +60,9 @@ class LoadedRanges(ByteBudget):
         hold_back_current(saved.device, saved.arrived)
         return saved.loaded, saved.origin - saved.lead
 
-    def bring(self, saved: SavedBytes) -> None:
-        """Have a range that is needed now copied back or read, before others, and beyond the budget if need be. If
-        there is no memory for it, what came back before gives up its own.
+    def bring(self, saved: SavedBytes, next_ones: Set[SavedBytes]) -> None:
+        """Have a range that is needed now copied back or read, before others, and beyond the budget if the
+        ``next_ones`` leave no room. If there is no memory for it, what came back before gives up its own.
 
         Raises:
             MemoryError, torch.OutOfMemoryError, OSError: there is no memory to read into.
@@ -70,7 +70,7 @@ class LoadedRanges(ByteBudget):
         for other in self.oldest_first():
             if other.prefetched:
                 self.cancel(other)
-        self._make_room(saved.nbytes, frozenset())
+        self._make_room(saved.nbytes, next_ones)
         try:
             self._begin(saved, urgent=True)
         except NO_MEMORY:
@@ -113,20 +113,11 @@ class LoadedRanges(ByteBudget):
         self.remove(saved)
         saved.loaded = None
 
-    def drop(self, ranges: Iterable[SavedBytes]) -> None:
-        """Let go of ranges that were read ahead for nothing; of those that are being read, when room is needed."""
-        for saved in ranges:
-            if saved.prefetched:
-                self.cancel(saved)
-                if saved.loaded is not None:
-                    self.evict(saved)
-                saved.prefetched = False
-
     def _begin(self, saved: SavedBytes, *, urgent: bool) -> None:
         if saved.blocks:
             started = time.perf_counter()
             target, _ = moving.new_memory(saved, self.host)
-            saved.arrived = moving.unstage(saved, target)
+            saved.arrived = copying.queue_in(target, saved.lead, saved.nbytes, saved.blocks, event_now(saved.device))
             saved.loaded = target
             note_move(self._trace, "copy in", started, saved)
         else:
@@ -135,15 +126,13 @@ class LoadedRanges(ByteBudget):
         saved.prefetched = not urgent
 
     def _make_room(self, nbytes: int, sooner: Set[SavedBytes]) -> bool:
-        """Evict ranges that no saved tensor is known to need again, then those that were needed already and will be
-        again, but none that is needed ``sooner``. False if that is not enough."""
-        for was_needed_before in (False, True):
+        """Evict ranges that no saved tensor is known to need again, then others, but none that is needed ``sooner``.
+        False if that is not enough."""
+        for may_be_needed in (False, True):
             for saved in self.oldest_first():
                 if self.fits(nbytes):
                     return True
-                if saved.loaded is None or saved in sooner or saved.prefetched:
-                    continue
-                if was_needed_before or not saved.unread:
+                if saved.loaded is not None and saved not in sooner and (may_be_needed or not saved.unread):
                     self.evict(saved)
         return self.fits(nbytes)
 

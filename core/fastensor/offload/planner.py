@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from fastensor.offload.config import OffloadConfig
-from fastensor.offload.host_memory import free_host_memory
+from fastensor.offload.limits import KeptBytes, MemoryLimits
 from fastensor.offload.scheduler import (
     OffloadPlan,
     ProfiledTensor,
@@ -29,16 +28,10 @@ from fastensor.offload.scheduler import (
 )
 
 _HOST = torch.device("cpu")
-_SHARE_OF_FREE_MEMORY = 0.8
-"""Share of the memory that is left when transfers and gradients have theirs. The rest is for what nobody counts: what
-other processes take, and holes between tensors."""
-_UNPLANNED = (False, 1.0)
 _PLANNED_AT = (1, 2, 4)
 """The passes of a form after which it is planned: the first ones are slower than those that follow."""
 _MOST_FORMS = 16
 """Forms of forward passes that are planned: the latest."""
-_LOOK_AGAIN_SECONDS = 1.0
-"""Time after which the planner finds out anew how much memory is free."""
 UNKNOWN_BANDWIDTH = 1e9
 """Bytes per second of transfers, until there were any."""
 _WORTH_PLANNING_AGAIN = 1.25
@@ -49,11 +42,6 @@ _REST = 1
 """First mark in the rest of a pass whose first tensors were not examined."""
 _MORE_THAN_BEFORE = 1.05
 """Ratio of the bytes that a pass may save, before the rest is examined, to those of examined passes."""
-_OPERATION_TENSORS = 4
-"""An operation, in either pass, may take the memory of so many of the largest saved tensors besides: for its results or
-gradients, and for what it computes on the way."""
-_KEPT_PER_PASS = 0.875
-"""The share of a shortage, and of the largest saved tensor, that still counts after one more pass."""
 _MOST_PASSES = 8
 """Forward passes whose backward pass may still come, before the oldest is not looked at any more."""
 
@@ -111,34 +99,13 @@ class PassRecord:
         )
 
 
-class KeptBytes:
-    """The graphs' handle of bytes that stay in memory by plan.
-
-    Args:
-        nbytes: how many.
-        device: where.
-        released: is told when the handle goes.
-    """
-
-    __slots__ = ("__weakref__", "_device", "_released", "nbytes")
-
-    def __init__(self, nbytes: int, device: torch.device, released: deque[tuple[torch.device, int]]) -> None:
-        self.nbytes = nbytes
-        self._device = device
-        self._released = released
-
-    def __del__(self) -> None:
-        self._released.append((self._device, self.nbytes))
-
-
 @dataclass(slots=True)
 class UnexaminedPass:
     """Budget of a forward pass whose tensors are not examined, because everything fits: all of it stays."""
 
     kept: KeptBytes
-    """The graphs' handle of all that the pass may save so, until no graph needs any of it."""
-    most_nbytes: int
-    """After so many bytes the rest is examined, for the pass is not what was expected."""
+    """The graphs' handle of all that the pass may save so, until no graph needs any of it. After that many bytes the
+    rest is examined, for the pass is not what was expected."""
     count: int = 0
     """Tensors that it has saved so far."""
     nbytes: int = 0
@@ -159,11 +126,9 @@ class PlannedForm:
     passes: int
     """Number of passes of this form."""
 
-    def by_mark(self) -> Iterator[tuple[int, tuple[bool, float]]]:
-        """The mark of each tensor, and whether it leaves memory, and its ratio."""
-        for index, one in enumerate(self.record.tensors):
-            if one.nbytes:
-                yield one.mark, (index in self.plan.out, one.ratio)
+    def leaving(self) -> set[int]:
+        """Marks of the tensors that leave memory."""
+        return {self.record.tensors[index].mark for index in self.plan.out}
 
     def kept_nbytes(self) -> Counter[torch.device]:
         """The bytes that stay in the memory of each device."""
@@ -187,31 +152,27 @@ class Planner:
         config: the schedule, and the budgets of transfers.
         rates: how fast transfers have been; None before the first one.
         unallocated: bytes of gradients that the backward pass will allocate.
+        in_transit: bytes of host memory that transfers take now, of their budgets.
     """
 
     def __init__(
-        self, config: OffloadConfig, rates: Callable[[], TransferRates | None], unallocated: Callable[[], int]
+        self,
+        config: OffloadConfig,
+        rates: Callable[[], TransferRates | None],
+        unallocated: Callable[[], int],
+        in_transit: Callable[[], int] = lambda: 0,
     ) -> None:
         self._config = config
         self._rates = rates
-        self._unallocated = unallocated
         self._lock = threading.Lock()
-        self._released: deque[tuple[torch.device, int]] = deque()
-        self._kept: Counter[torch.device] = Counter()
-        self._limits: dict[torch.device, int] = {}
-        self._largest: Counter[torch.device] = Counter()
-        """The bytes of the largest saved tensor of the latest passes."""
-        self._shortage: Counter[torch.device] = Counter()
-        """Bytes by which memory was short in the latest passes, though what stayed was within the limit."""
-        self._looked_at = 0.0
+        self.memory = MemoryLimits(config, unallocated, in_transit)
+        """With this lock held: what may stay, and does."""
         self._passes: deque[PassRecord] = deque(maxlen=_MOST_PASSES)
         self._unexamined = 0
         """Passes since one was examined."""
         self._forms: OrderedDict[int, PlannedForm] = OrderedDict()
-        self._planned: dict[int, tuple[bool, float]] = {}
-        """By mark, whether the tensor leaves memory, and the ratio that it was planned with."""
-        self.peak_bytes = 0
-        """The most bytes that stayed at a time."""
+        self._leaving: set[int] = set()
+        """Marks of tensors that leave memory by plan."""
 
     def begin_pass(self, *, is_rest: bool = False) -> PassRecord:
         """Plan the passes that have ended, and begin to record one.
@@ -237,60 +198,38 @@ class Planner:
             return None
         self.plan_ended()
         with self._lock:
-            expected = self._expected() if self._unexamined < _EXAMINED_EVERY - 1 else None
-            self._unexamined = 0 if expected is None else self._unexamined + 1
-            if expected is None:
-                return None
-            device, nbytes = expected
-            self._hold(device, nbytes)
-        return UnexaminedPass(KeptBytes(nbytes, device, self._released), nbytes)
+            kept = self._keep_all() if self._unexamined < _EXAMINED_EVERY - 1 else None
+            self._unexamined = 0 if kept is None else self._unexamined + 1
+        return None if kept is None else UnexaminedPass(kept)
 
     def plan_ended(self) -> None:
         """Plan the passes that have ended."""
         with self._lock:
-            self._let_go_released()
-            if time.monotonic() > self._looked_at + _LOOK_AGAIN_SECONDS:
-                self._limits.clear()
-                self._looked_at = time.monotonic()
+            self.memory.look_again_in_time()
             for ended in list(self._passes):
                 if (profile := ended.profile()) is not None:
                     self._passes.remove(ended)
                     self._note(ended, profile)
+
+    def look_again(self) -> None:
+        """Find out how much memory is free when that is needed next."""
+        with self._lock:
+            self.memory.look_again()
 
     def kept_bytes(self) -> int:
         """Bytes that stay in memory by plan, now."""
         if not self._config.keeps_some:
             return 0
         with self._lock:
-            self._let_go_released()
-            return self._kept.total()
+            return self.memory.kept_bytes()
 
     def keep(self, mark: int, nbytes: int, device: torch.device) -> KeptBytes | None:
         """The handle of bytes that stay in memory; None if they leave."""
         if not self._config.keeps_some:
             return None
         with self._lock:
-            self._let_go_released()
-            self._largest[device] = max(self._largest[device], nbytes)
-            if self._planned.get(mark, _UNPLANNED)[0]:
-                return None
-            if self._kept[device] + nbytes > self._limit(device):
-                return None
-            self._hold(device, nbytes)
-        return KeptBytes(nbytes, device, self._released)
-
-    def besides(self, device: torch.device) -> int:
-        """Bytes that steps take on a device besides saved tensors and their transfers: for gradients that the backward
-        pass will allocate, and for what single operations take."""
-        return self._unallocated() + _OPERATION_TENSORS * self._largest[device]
-
-    def note_shortage(self, device: torch.device, nbytes: int) -> None:
-        """Note that so many bytes had to leave, though they were to stay, because memory got short. Fewer stay from now
-        on, and the more again the more passes go well."""
-        if nbytes:
-            with self._lock:
-                self._shortage[device] += nbytes
-                self._limits.pop(device, None)
+            self.memory.note_tensor(device, nbytes)
+            return None if mark in self._leaving else self.memory.keep(device, nbytes)
 
     def planned(self, record: PassRecord) -> PlannedForm:
         """The plan of a pass that has ended, whether or not there is one of its form."""
@@ -299,11 +238,6 @@ class Planner:
         with self._lock:
             return self._new_plan(record, profile, 1)
 
-    def ratio_of(self, mark: int) -> float | None:
-        """The ratio that a planned tensor was profiled with; None if the tensor is not planned."""
-        planned = self._planned.get(mark)
-        return None if planned is None else planned[1]
-
     def latest(self) -> PlannedForm | None:
         """Latest plan."""
         with self._lock:
@@ -311,9 +245,9 @@ class Planner:
 
     # --- inside, with the lock held
 
-    def _expected(self) -> tuple[torch.device, int] | None:
-        """The device of passes that are not examined, and the most bytes that one may save: what those before have
-        saved at most, parameters and all, so that whatever it saves has room."""
+    def _keep_all(self) -> KeptBytes | None:
+        """The handle of all that a pass that is not examined may save: what those before have saved at most, parameters
+        and all, so that whatever it saves has room. None if the pass is to be examined."""
         forms = [form for form in self._forms.values() if form.passes >= _PLANNED_AT[-1]]
         if not forms or forms[-1] is not next(reversed(self._forms.values())) or any(form.plan.out for form in forms):
             return None
@@ -321,59 +255,27 @@ class Planner:
         if len(devices) != 1:
             return None
         (device,) = devices
-        nbytes = int(_MORE_THAN_BEFORE * max(form.record.saved_nbytes for form in forms))
-        return None if self._kept[device] + nbytes > self._limit(device) else (device, nbytes)
-
-    def _hold(self, device: torch.device, nbytes: int) -> None:
-        self._kept[device] += nbytes
-        self.peak_bytes = max(self.peak_bytes, self._kept.total())
-
-    def _let_go_released(self) -> None:
-        while self._released:
-            device, nbytes = self._released.popleft()
-            self._kept[device] -= nbytes
-
-    def _limit(self, device: torch.device) -> int:
-        """The most bytes of saved tensors that may stay in the memory of a device."""
-        if isinstance(self._config.schedule, int):
-            return self._config.schedule
-        if device not in self._limits:
-            config = self._config.for_device(device)
-            reserve = config.staging_nbytes + config.prefetch_nbytes + self._unallocated()
-            if device == _HOST:  # which also keeps memory that was read into, for what is read next
-                reserve += config.prefetch_nbytes + (config.dram_bytes or 0)
-            left = _free_memory(device) - reserve - self._shortage[device]
-            self._limits[device] = int(_SHARE_OF_FREE_MEMORY * left) + self._kept[device]
-        return max(self._limits[device] - _OPERATION_TENSORS * self._largest[device], 0)
+        return self.memory.keep(device, int(_MORE_THAN_BEFORE * max(form.record.saved_nbytes for form in forms)))
 
     def _note(self, record: PassRecord, profile: StepProfile) -> None:
         """Plan the form of a pass that has ended, if it is new, or its plan is not good any more."""
-        for passing in (self._shortage, self._largest):
-            for device in passing:
-                passing[device] = int(_KEPT_PER_PASS * passing[device])
-        for one in record.tensors:
-            self._largest[one.device] = max(self._largest[one.device], one.nbytes)
+        self.memory.end_pass((one.device, one.nbytes) for one in record.tensors)
         known = self._forms.pop(record.form, None)
         passes = 1 if known is None else known.passes + 1
         if known is None or passes in _PLANNED_AT or known.is_outdated(self._limits_of(record)):
             self._forms[record.form] = self._new_plan(record, profile, passes)
             if len(self._forms) > _MOST_FORMS:
                 self._forms.popitem(last=False)
-            self._planned = self._merged()
+            self._leaving = self._merged()
         else:
             self._forms[record.form] = dataclasses.replace(known, passes=passes)
 
-    def _merged(self) -> dict[int, tuple[bool, float]]:
+    def _merged(self) -> set[int]:
         """Union of the plans. Where passes of several forms begin alike, a tensor leaves if it leaves in one
         of them: nobody knows yet which one it will be, and none may keep more than its limit. A plan that is not good
         any more, and is made anew when such a pass comes again, does not count."""
-        merged: dict[int, tuple[bool, float]] = {}
-        for form in self._forms.values():
-            if form.is_outdated(self._limits_of(form.record)):
-                continue
-            for mark, (leaves, ratio) in form.by_mark():
-                merged[mark] = leaves or merged.get(mark, _UNPLANNED)[0], ratio
-        return merged
+        good = (form for form in self._forms.values() if not form.is_outdated(self._limits_of(form.record)))
+        return set[int]().union(*(form.leaving() for form in good))
 
     def _new_plan(self, record: PassRecord, profile: StepProfile, passes: int) -> PlannedForm:
         limits = self._limits_of(record)
@@ -395,8 +297,8 @@ class Planner:
             return 0
         if isinstance(self._config.schedule, float):
             share = int(self._config.schedule * sum(one.nbytes for one in record.tensors if one.device == device))
-            return min(share, self._limit(device))
-        return self._limit(device)
+            return min(share, self.memory.limit(device))
+        return self.memory.limit(device)
 
 
 def _plan(
@@ -409,13 +311,3 @@ def _plan(
         part = dataclasses.replace(profile, tensors=tuple(profile.tensors[index] for index in there))
         out.update(there[index] for index in plan(part, limit, rates).out)
     return OffloadPlan(frozenset(out), predict(profile, out, rates))
-
-
-def _free_memory(device: torch.device) -> int:
-    """Bytes that this process may still take on a device."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        reserved = torch.cuda.memory_reserved(device)
-        allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved
-        return min(int(free), allowed) + reserved - torch.cuda.memory_allocated(device)
-    return free_host_memory()

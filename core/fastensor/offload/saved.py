@@ -14,37 +14,37 @@ from fastensor.backends.buffers import Buffer
 from fastensor.backends.streams import Event
 from fastensor.errors import OffloadError
 from fastensor.offload.codecs import Encoding
-from fastensor.offload.planner import KeptBytes
 from fastensor.offload.slots import FileSlot
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedPiece:
-    """A piece of a range in a slot, encoded."""
+class StoredPiece:
+    """A piece of a range in a slot of its own."""
 
-    offset: int
-    """In the slot."""
+    slot: FileSlot
+    memory_nbytes: int
+    """Bytes of the range in the piece."""
     nbytes: int
-    """Bytes of the encoded piece."""
+    """Bytes that were written for them."""
     crc32: int
     """CRC32 of these bytes; 0 if nothing is verified."""
+    encoding: Encoding | None = None
+    """Encoding of the bytes; None if they are as they were in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
     """A complete copy on the SSD."""
 
-    slot: FileSlot
     backend: str
-    """The backend that has written the slot."""
-    crc32: int
-    """CRC32 of the bytes; 0 if nothing is verified, or the bytes are encoded."""
-    nbytes: int
-    """Bytes that were written."""
-    encoding: Encoding | None = None
-    """Encoding of the bytes; None if they are as they were in memory."""
-    pieces: tuple[EncodedPiece, ...] = ()
-    """The encoded pieces, in order."""
+    """The backend that has written the slots."""
+    pieces: tuple[StoredPiece, ...]
+    """In order."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were written."""
+        return sum(piece.nbytes for piece in self.pieces)
 
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
@@ -94,8 +94,6 @@ class SavedBytes:
     """Saved tensors on this range that the backward pass has not asked for."""
     prefetched: bool = False
     """True if ``loaded`` was read ahead, and has not been asked for since."""
-    kept: KeptBytes | None = None
-    """The planner's leave to stay in memory, until the bytes are written; None if the range never had one."""
     was_needed: bool = False
     """True if a backward pass has got ``source``, and may keep it alive."""
     released: bool = False

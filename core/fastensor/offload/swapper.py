@@ -18,13 +18,12 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -33,18 +32,14 @@ from fastensor.backends.threads import NoThreadsError
 from fastensor.errors import OffloadError
 from fastensor.offload import copying
 from fastensor.offload.config import OffloadConfig
-from fastensor.offload.host_memory import bytes_until_short, free_host_memory, return_freed_memory
+from fastensor.offload.host_memory import bytes_until_short, return_freed_memory
 from fastensor.offload.jobs import THREADS, Jobs, StoppedError
 from fastensor.offload.loaded import NO_MEMORY, LoadedRanges
 from fastensor.offload.moving import Reading
 from fastensor.offload.saved import ByteBudget, SavedBytes, StoredBytes
-from fastensor.offload.staging import cost
 from fastensor.offload.statistics import Counters
-from fastensor.offload.tiers import StorageTiers
+from fastensor.offload.tiers import StorageTiers, cost
 from fastensor.offload.trace import Trace, note_move
-
-if TYPE_CHECKING:
-    from fastensor.offload.hooks import RangeHandle
 
 _MOST_RATIOS = 1 << 16
 """Saved tensors whose ratio is remembered: those that were written first last."""
@@ -76,7 +71,6 @@ class Swapper:
         self._released: deque[SavedBytes] = deque()
         """Ranges that no graph needs any more, appended by finalizers."""
         self._tiers = StorageTiers(config, counters, 2 * THREADS)
-        self._staging = self._tiers.staging
         self._jobs = Jobs(config, self._tiers, self._lock, counters, trace)
         self._pending = ByteBudget(config.staging_nbytes, partial(counters.note_peak, "peak_pending_bytes"))
         """Ranges that are to be written, or copied to staging blocks."""
@@ -89,12 +83,10 @@ class Swapper:
         """Ranges that graphs hold, wherever the bytes are."""
         self._unmoved = ByteBudget()
         """Ranges that graphs hold, and whose bytes are still in the memory that they were saved in."""
-        self._kept: weakref.WeakKeyDictionary[RangeHandle, None] = weakref.WeakKeyDictionary()
-        """Ranges that stay in host memory where they were saved, unless that gets short, in the order of saving."""
         self._failure: Exception | None = None
         """The first failed write, to be raised by the next call; only with ``when_full="raise"``."""
         self._ratios: dict[int, float] = {}
-        """By mark, how many times smaller codecs have made a saved tensor last."""
+        """By mark, how many times smaller codecs make a saved tensor."""
         self._used_nbytes = 0
         """Bytes that were saved or needed since memory was last looked at, about: threads do not wait to add theirs."""
         self._look_after_nbytes = _LEAST_USE if config.keeps_some else _MOST_IDLE_BYTES
@@ -116,12 +108,13 @@ class Swapper:
             OffloadError: see :meth:`raise_failure`.
         """
         self.raise_failure()
-        self._when_there_is_room(self._admit, saved)
-
-    def keep(self, kept: RangeHandle) -> None:
-        """Note bytes that stay in host memory, unless that gets short. They are forgotten when ``kept`` goes."""
-        with self._lock:
-            self._kept[kept] = None
+        while True:
+            with self._lock:
+                self._let_go_released()
+                blocking = self._admit(saved)
+            if blocking is None:
+                return
+            self._wait_for(blocking, "wait_to_write", saved)
 
     def share(self, saved: SavedBytes) -> None:
         """Note that one more saved tensor is on the range, whose handle the caller holds."""
@@ -137,9 +130,7 @@ class Swapper:
 
     # In. --------------------------------------------------------------------------------------------------------------
 
-    def bring(
-        self, saved: SavedBytes, upcoming: Sequence[SavedBytes] = (), unexpected: Iterable[SavedBytes] = ()
-    ) -> tuple[torch.UntypedStorage, int]:
+    def bring(self, saved: SavedBytes, upcoming: Sequence[SavedBytes] = ()) -> tuple[torch.UntypedStorage, int]:
         """A storage with the bytes, and the offset in the original storage at which that storage begins.
 
         If the bytes have to be waited for, the next ones are read ahead meanwhile. If not, call :meth:`read_ahead`.
@@ -147,7 +138,6 @@ class Swapper:
         Args:
             saved: the range that is needed now.
             upcoming: as for :meth:`read_ahead`.
-            unexpected: as for :meth:`read_ahead`.
 
         Raises:
             OffloadError: the bytes cannot be read, or have changed, or are lost.
@@ -157,33 +147,29 @@ class Swapper:
             if saved.unread:
                 saved.unread -= 1
                 self._count_hit(saved)
-            found = self._find(saved)
+            found = self._find(saved, upcoming)
         if isinstance(found, Future):
-            self.read_ahead(saved, upcoming, unexpected)
+            self.read_ahead(saved, upcoming)
         while isinstance(found, Future):
             self._wait_for(partial(_wait_until_done, [found]), "wait_to_read", saved)
             if not found.cancelled() and (storage := found.result()) is not None:
                 return storage, saved.origin - saved.lead
             with self._lock:
                 self._let_go_released()
-                found = self._find(saved)
+                found = self._find(saved, upcoming)
         return found
 
-    def read_ahead(
-        self, needed: SavedBytes, upcoming: Sequence[SavedBytes], unexpected: Iterable[SavedBytes] = ()
-    ) -> int:
+    def read_ahead(self, needed: SavedBytes, upcoming: Sequence[SavedBytes]) -> int:
         """Begin to read ranges that will be needed next.
 
         Args:
             needed: the range that is needed now.
             upcoming: the ranges that will be needed next, in order: they are read ahead within ``prefetch_bytes``.
-            unexpected: ranges that were read ahead, and are not upcoming any more.
 
         Returns:
             How many of the upcoming ranges, in order, stay in memory or are being read.
         """
         with self._lock:
-            self._loaded.drop(unexpected)
             self._prefetch(needed, upcoming)
             self._trace_bytes()
             for number, saved in enumerate(upcoming):
@@ -212,89 +198,31 @@ class Swapper:
         self._used_nbytes += nbytes
         return self._used_nbytes >= self._look_after_nbytes and os.getpid() == self._process
 
-    def look_at_memory(self, besides: Callable[[], int]) -> int:
-        """Return freed memory, and have ranges leave that were to stay, if memory is short.
-
-        Where nothing stays, a writer thread returns freed memory, each time. Where a part stays, the next step takes
-        the same memory again: it is returned if memory is short, and then at once.
-
-        Args:
-            besides: gives the bytes that steps take besides saved tensors and their transfers.
-
-        Returns:
-            The bytes that have left now, though they were to stay.
-        """
+    def look_at_memory(self) -> None:
+        """Return freed memory to the system: by a writer thread, each time, where nothing stays. Where a part stays,
+        the next step takes the same memory again: it is returned if memory is short, and then at once."""
         config = self.config
+        self._used_nbytes = 0
+        if config.keeps_some:
+            left = bytes_until_short(config.staging_nbytes + config.prefetch_nbytes + _MOST_IDLE_BYTES)
+            self._look_after_nbytes = max(left // _SHARE_OF_USE, _LEAST_USE)
+            if left < 0 and config.return_freed_memory:
+                return_freed_memory()
+        elif config.return_freed_memory:
+            with self._lock, suppress(NoThreadsError):  # at exit
+                if self._jobs.have_threads:
+                    self._jobs.submit("write", return_freed_memory)
+
+    def transit_bytes(self) -> int:
+        """Bytes of memory that transfers take now, of their budgets."""
         with self._lock:
-            self._used_nbytes = 0
-            if self._jobs.closed:
-                return 0
-            if not config.keeps_some:
-                if config.return_freed_memory and self._jobs.have_threads:
-                    with suppress(NoThreadsError):  # at exit
-                        self._jobs.submit("write", return_freed_memory)
-                return 0
-        left = bytes_until_short(config.staging_nbytes + config.prefetch_nbytes + _MOST_IDLE_BYTES)
-        self._look_after_nbytes = max(left // _SHARE_OF_USE, _LEAST_USE)
-        if left < 0 and config.return_freed_memory:
-            return_freed_memory()
-        return self._have_leave(besides)
-
-    def _have_leave(self, besides: Callable[[], int]) -> int:
-        """Have ranges written that were to stay, in the order in which they were saved, until enough memory is free for
-        the transfers and ``besides``. Returns their bytes when their memory is free."""
-        nbytes = 0
-        while self._kept and (short := self._needed_for_transfers() + besides() - free_host_memory()) > 0:
-            is_first = not self._counters.counts["displaced_bytes"]
-            left = self._write_kept(short)
-            if not left:
-                break
-            if is_first:
-                _logger.warning("memory has got short: activations that were to stay in memory go to the SSD")
-            nbytes += left
-        return nbytes
-
-    def _needed_for_transfers(self) -> int:
-        """Bytes that transfers may still take within their budgets, beyond the memory that is kept for them."""
-        with self._lock:
-            self._let_go_released()
-            budgets = self.config.staging_nbytes + 2 * self.config.prefetch_nbytes
-            used = self._pending.nbytes + self._loaded.nbytes + self._loaded.host.idle_nbytes
-            return max(budgets - used, 0)
-
-    def _write_kept(self, nbytes: int) -> int:
-        """Have ranges written that were to stay, of ``nbytes`` or more together if there are so many. Returns the bytes
-        of those that have been written: the disk may be full."""
-        displaced, total = list[SavedBytes](), 0
-        while total < nbytes:
-            with self._lock:
-                saved = self._displaced()
-            if saved is None:
-                break
-            displaced.append(saved)
-            total += saved.nbytes
-            self._when_there_is_room(self._write_displaced, saved)
-        for saved in displaced:
-            if (write := saved.write) is not None:
-                self._wait_for(partial(_wait_until_done, [write]), "wait_to_write", saved)
-        return sum(saved.nbytes for saved in displaced if saved.kept is None)
-
-    def _when_there_is_room(self, move: Callable[[SavedBytes], Callable[[], None] | None], saved: SavedBytes) -> None:
-        """Call a function that moves a range, with the lock held, until it returns nothing to wait for."""
-        while True:
-            with self._lock:
-                self._let_go_released()
-                blocking = move(saved)
-            if blocking is None:
-                return
-            self._wait_for(blocking, "wait_to_write", saved)
+            return self._pending.nbytes + self._loaded.nbytes
 
     # Ends. ------------------------------------------------------------------------------------------------------------
 
     def release(self, saved: SavedBytes) -> None:
         """Note that no graph needs a range any more. Called by finalizers, anywhere: waits for nothing. The next
         holder of the lock lets go of the range."""
-        saved.kept = None  # the planner counts it no more
         self._released.append(saved)
 
     def settle(self) -> None:
@@ -304,8 +232,8 @@ class Swapper:
                 self._let_go_released()
                 jobs: list[Future[Any] | None] = [saved.write for saved in self._pending.oldest_first()]
                 jobs += [saved.read for saved in self._loaded.oldest_first()]
-                is_copying = bool(self._staging.copying)
-                events = (*self._staging.events(), *self._loaded.events())
+                is_copying = bool(self._tiers.copying)
+                events = (*self._tiers.events(), *self._loaded.events())
             wait_for(events)
             running = [job for job in jobs if job is not None and not job.cancelled()]
             if not running and not is_copying:
@@ -321,10 +249,10 @@ class Swapper:
                 self._cancel_write(saved)
         self._jobs.shut_down()
         with self._lock:
-            for saved in list(self._staging.copying):
+            for saved in list(self._tiers.copying):
                 self._keep_after_all(saved)
             self._let_go_released()
-            events = (*self._staging.events(), *self._loaded.events())
+            events = (*self._tiers.events(), *self._loaded.events())
         wait_for(events, even_if_failed=True)
         with self._lock:
             self._loaded.host.clear()
@@ -336,11 +264,17 @@ class Swapper:
         """In a forked child: threads, pinned memory and files are the parent's."""
         self._tiers.forget()
 
-    def ratio_of(self, mark: int) -> float:
-        """Ratio by which codecs have made the saved tensor with this mark smaller when it was written last; 1.0 if they
-        have not, or it was not written."""
+    def ratio_of(self, mark: int) -> float | None:
+        """Ratio by which codecs have made the saved tensor with this mark smaller when it was written last, or its
+        sample; None if neither is known."""
+        return self._ratios.get(mark)
+
+    def note_ratio(self, mark: int, ratio: float) -> None:
+        """Note by how much codecs make a saved tensor smaller, by a sample."""
         with self._lock:
-            return self._ratios.get(mark, 1.0)
+            self._ratios[mark] = ratio
+            if len(self._ratios) > _MOST_RATIOS:
+                del self._ratios[next(iter(self._ratios))]
 
     def saved_bytes(self) -> tuple[int, int]:
         """Bytes that graphs hold, and those of them that take memory on their device."""
@@ -386,7 +320,7 @@ class Swapper:
         if is_copied and not self._pending.fits(nbytes):
             return self._oldest_pending()
         if in_dram and is_copied:
-            if busy := self._staging.busy(saved.nbytes):
+            if busy := self._tiers.busy(saved.nbytes):
                 return partial(wait_for, busy, even_if_failed=True)
             if not self._begin_copy(saved):
                 return None
@@ -422,7 +356,7 @@ class Swapper:
         on its device. Nothing waits: the device copies when it has computed the bytes."""
         started = time.perf_counter()
         try:
-            self._staging.begin_copy(saved)
+            self._tiers.begin_copy(saved)
         except NO_MEMORY as error:
             self._could_not_write(saved, error)
             return False
@@ -433,8 +367,9 @@ class Swapper:
         return True
 
     def _note_copied(self) -> None:
-        """Let go of the memory of ranges that have been copied. Those that newer ranges have displaced are written."""
-        for saved in self._staging.copied():
+        """Let go of the memory of ranges that have been copied. Those for which newer ranges left no room are
+        written."""
+        for saved in self._tiers.copied():
             self._pending.remove(saved)
             self._unmoved.remove(saved)
             if not (saved in self._in_dram or saved.released or self._jobs.closed):
@@ -445,7 +380,7 @@ class Swapper:
         """Leave a range, which is being copied, where it was saved. Its blocks are given back when they are copied."""
         self._pending.remove(saved)
         self._in_dram.remove(saved)
-        self._staging.leave(saved)
+        self._tiers.leave(saved)
 
     def _begin_write(self, saved: SavedBytes) -> bool:
         """Have a range written. False if there are no threads, so that the range stays in memory."""
@@ -457,27 +392,6 @@ class Swapper:
             return False
         self._pending.add(saved, cost(saved))
         return True
-
-    def _write_displaced(self, saved: SavedBytes) -> Callable[[], None] | None:
-        """Have a range written that was to stay. Returns what waits for room if there is none yet."""
-        if saved.released:
-            return None
-        if not self._pending.fits(cost(saved)):
-            return self._oldest_pending()
-        self._begin_write(saved)
-        return None
-
-    def _displaced(self) -> SavedBytes | None:
-        """The range that was to stay, is needed last, and is to be written now; None if writing would free no
-        memory."""
-        self._let_go_released()
-        if self._jobs.closed or self._tiers.broken or self.config.target == "dram":
-            return None
-        while (oldest := next(iter(self._kept), None)) is not None:
-            self._kept.pop(oldest, None)
-            if (saved := oldest.displace()) is not None:
-                return saved
-        return None
 
     def _write_out(self, saved: SavedBytes) -> None:
         """In a writer thread: write a range, without the lock. Then note what came of it, with the lock held."""
@@ -492,7 +406,6 @@ class Swapper:
                 saved.source = saved.ready = None
                 saved.stored = outcome
                 self._note_written(saved, outcome)
-                self._note_displaced(saved)
             elif not isinstance(outcome, StoppedError):
                 self._could_not_write(saved, outcome)
             if saved.source is None:
@@ -500,27 +413,15 @@ class Swapper:
             self._tiers.tidy(saved)
             self._trace_bytes()
 
-    def _note_displaced(self, saved: SavedBytes) -> None:
-        """Count a range that was to stay and has left memory."""
-        if saved.kept is None:
-            return
-        saved.kept = None
-        self._saved.add(saved, saved.nbytes)
-        counts = self._counters.counts
-        counts["offloaded"] += 1
-        counts["offloaded_bytes"] += saved.nbytes
-        counts["displaced_bytes"] += saved.nbytes
-
     def _note_written(self, saved: SavedBytes, stored: StoredBytes) -> None:
         self._counters.counts["written_bytes"] += stored.nbytes
         self._counters.written_by[stored.backend] += stored.nbytes
-        if stored.encoding is not None:
-            self._counters.encoded[stored.encoding.name] += saved.nbytes
-            self._counters.encoded_to[stored.encoding.name] += stored.nbytes
+        for piece in stored.pieces:
+            if piece.encoding is not None:
+                self._counters.encoded[piece.encoding.name] += piece.memory_nbytes
+                self._counters.encoded_to[piece.encoding.name] += piece.nbytes
         if self.config.codecs:
             self._ratios[saved.mark] = saved.nbytes / max(stored.nbytes, 1)
-            if len(self._ratios) > _MOST_RATIOS:
-                del self._ratios[next(iter(self._ratios))]
 
     def _cancel_write(self, saved: SavedBytes) -> bool:
         """Have a range not written. False if its write has begun."""
@@ -535,8 +436,7 @@ class Swapper:
         """Leave a range in memory, and report that."""
         self._in_dram.remove(saved)
         counts = self._counters.counts
-        if saved.kept is None:  # or else they were counted when they were saved
-            self._counters.kept["not moved"] += saved.nbytes
+        self._counters.kept["not moved"] += saved.nbytes
         counts["failed_writes"] += 1
         if counts["failed_writes"] == 1:
             _logger.warning("an activation stays in memory, because it could not be written: %s", failure)
@@ -547,7 +447,9 @@ class Swapper:
 
     # In. --------------------------------------------------------------------------------------------------------------
 
-    def _find(self, saved: SavedBytes) -> tuple[torch.UntypedStorage, int] | Future[torch.UntypedStorage | None]:
+    def _find(
+        self, saved: SavedBytes, upcoming: Sequence[SavedBytes]
+    ) -> tuple[torch.UntypedStorage, int] | Future[torch.UntypedStorage | None]:
         """Result of :meth:`bring`, or the job that reads it."""
         if saved.failure is not None:
             raise type(saved.failure)(*saved.failure.args) from saved.failure.__cause__
@@ -562,7 +464,7 @@ class Swapper:
             if self._jobs.closed:
                 raise OffloadError("an activation is needed that was lost when its ActivationOffload was closed")
             if saved.read is None:
-                self._loaded.bring(saved)
+                self._loaded.bring(saved, set(upcoming))
             saved.prefetched = False
             if saved.read is not None:
                 return saved.read

@@ -1,21 +1,29 @@
-"""The places that saved bytes are moved to: staging blocks in host memory, and slots on SSDs."""
+"""The places that saved bytes are moved to: staging blocks in host memory, and slots on SSDs.
+
+Copies that devices make to blocks and from them are queued, and nobody waits for them here. What they use is given back
+once their events are reached.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
 
 from fastensor.backends import registry
 from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, BufferPool
+from fastensor.backends.streams import Event, are_reached
 from fastensor.errors import OffloadError
 from fastensor.files.budgets import available_memory
 from fastensor.files.launchers import local_processes
 from fastensor.files.words import human_size
+from fastensor.offload import copying
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.slots import FileSlot, SlotFiles
-from fastensor.offload.staging import Staging, in_blocks
 from fastensor.offload.statistics import Counters
 from fastensor.select.context import Context, Operation
 from fastensor.select.current import current_selector
@@ -23,6 +31,8 @@ from fastensor.select.selector import Selector
 from fastensor.select.transfer import Transfer
 
 _SHARE_OF_FREE_MEMORY = 0.5
+_GROWTH_NBYTES = 64 << 20
+"""Bytes by which staging memory grows, within the budgets."""
 _logger = logging.getLogger("fastensor")
 
 
@@ -47,7 +57,11 @@ class StorageTiers:
         self._selector: Selector | None = None
         """None if the user has named a backend."""
         staging_nbytes = config.staging_nbytes // BUFFER_NBYTES * BUFFER_NBYTES
-        self.staging = Staging(lambda: in_blocks(self.dram_nbytes) + staging_nbytes)
+        self._blocks = BufferPool(lambda: in_blocks(self.dram_nbytes) + staging_nbytes)
+        self.copying: deque[SavedBytes] = deque()
+        """Ranges that are being copied to blocks, in the order in which that was queued."""
+        self._leaving: deque[tuple[Sequence[Event], list[Buffer], torch.UntypedStorage | None]] = deque()
+        """Blocks that are given back when events are reached: devices copy from them, or to them from a storage."""
         self._bounce_nbytes = threads * BUFFER_NBYTES
         self._bounce = BufferPool(lambda: self._bounce_nbytes)
         self.broken = ""
@@ -82,7 +96,7 @@ class StorageTiers:
     def sizes(self) -> dict[str, int]:
         """Bytes of memory, of slots in use, and of space that the files take."""
         return {
-            "staged": self.staging.pool.nbytes + self._bounce.nbytes,
+            "staged": self._blocks.nbytes + self._bounce.nbytes,
             "on_ssd": self._slots.used_nbytes if self._slots else 0,
             "reserved_on_ssd": self._slots.reserved_nbytes if self._slots else 0,
         }
@@ -133,12 +147,96 @@ class StorageTiers:
         if saved.write is not None or saved.read is not None:
             return
         if saved.released or saved.source is not None or saved.stored is not None:
-            self.staging.give(saved)
+            self.give(saved)
         if saved.released:
             saved.source = None
             stored, saved.stored = saved.stored, None
-            if stored is not None:
-                self.free(stored.slot)
+            for piece in stored.pieces if stored is not None else ():
+                self.free(piece.slot)
+
+    # Staging blocks. --------------------------------------------------------------------------------------------------
+
+    def events(self) -> list[Event]:
+        """Events to wait for until no block is copied from or to."""
+        leaving = [event for events, _, _ in self._leaving for event in events]
+        return [event for saved in self.copying for event in saved.copied] + leaving
+
+    def busy(self, nbytes: int) -> Sequence[Event]:
+        """Events to wait for before :meth:`take` has so many bytes; none if that may be called now."""
+        with suppress(MemoryError):  # which take raises
+            self._reserve(in_blocks(nbytes))
+        self._collect()
+        return self._leaving[0][0] if self._leaving and self._blocks.free_nbytes < in_blocks(nbytes) else ()
+
+    def take(self, saved: SavedBytes) -> None:
+        """Give a range blocks.
+
+        Raises:
+            MemoryError: ranges whose write has failed hold the blocks, or the system gives no memory.
+        """
+        wanted = in_blocks(saved.nbytes)
+        self._reserve(wanted)
+        if self._blocks.free_nbytes < wanted:
+            raise MemoryError("no staging memory is left: activations that could not be written hold it")
+        blocks: list[Buffer] = []
+        while len(blocks) < wanted // BUFFER_NBYTES:
+            self._blocks.take(blocks)
+        saved.blocks = sorted(blocks, key=lambda block: block.address)  # neighbours are copied at once
+
+    def begin_copy(self, saved: SavedBytes) -> None:
+        """Queue copies of a range to blocks. The device copies when it has computed the bytes.
+
+        Raises:
+            MemoryError, torch.OutOfMemoryError: there is no memory for that. Nothing is under way.
+        """
+        source = saved.source
+        assert source is not None
+        try:
+            self.take(saved)
+            saved.copied = copying.queue_out(source, saved.origin, saved.nbytes, saved.blocks, saved.ready)
+        except BaseException:
+            copying.wait_until_left(saved.device)  # a part may have been queued
+            self.give(saved)
+            raise
+        saved.address = source.data_ptr()
+        self.copying.append(saved)
+
+    def copied(self) -> Iterator[SavedBytes]:
+        """Take back blocks that no copy uses any more. Returns ranges that were copied, each once. Nothing holds the
+        memory any more that they were saved in."""
+        self._collect()
+        while self.copying and are_reached(self.copying[0].copied):
+            saved = self.copying.popleft()
+            saved.copied = ()
+            _check_unchanged(saved)
+            saved.source = saved.ready = None
+            yield saved
+
+    def leave(self, saved: SavedBytes) -> None:
+        """Leave a range, which is being copied, where it was saved."""
+        self.copying.remove(saved)
+        self.give(saved)
+        saved.copied = ()
+
+    def give(self, saved: SavedBytes) -> None:
+        """Take back the blocks of a range, when the copies from them and to them are done that are queued now. Nothing
+        else uses them any more."""
+        if saved.blocks:
+            source = saved.source if saved.copied else None
+            self._leaving.append(((*saved.copied, *saved.arrived), saved.blocks, source))
+            saved.blocks = []
+            self._collect()
+
+    def _collect(self, *, even_in_use: bool = False) -> None:
+        """Take back blocks that no copy uses any more."""
+        while self._leaving and (even_in_use or are_reached(self._leaving[0][0])):
+            for block in self._leaving.popleft()[1]:
+                self._blocks.give(block)
+
+    def _reserve(self, nbytes: int) -> None:
+        wanted = self._blocks.nbytes - self._blocks.free_nbytes + nbytes
+        if wanted > self._blocks.nbytes:  # much at once: it is pinned at once, and ranges find neighbours in it
+            self._blocks.reserve(max(wanted, self._blocks.nbytes + _GROWTH_NBYTES))
 
     @contextmanager
     def bounce_block(self) -> Iterator[Buffer]:
@@ -158,7 +256,8 @@ class StorageTiers:
         slots, self._slots = self._slots, None
         if slots is not None:
             slots.close()
-        self.staging.close()
+        self._collect(even_in_use=True)
+        self._blocks.close()
         self._bounce.close()
 
 
@@ -168,3 +267,20 @@ def _dram_budget(config: OffloadConfig) -> int:
     if config.target != "dram":
         return 0
     return int(available_memory() * _SHARE_OF_FREE_MEMORY) // local_processes()
+
+
+def _check_unchanged(saved: SavedBytes) -> None:
+    """Note that a range is lost whose storage was resized while it was copied: its memory was freed before."""
+    source, end = saved.source, saved.origin + saved.nbytes
+    if source is not None and (source.nbytes() < end or source.data_ptr() != saved.address):
+        saved.failure = copying.resized(source, end)
+
+
+def in_blocks(nbytes: int) -> int:
+    """``nbytes`` in whole blocks."""
+    return -(-nbytes // BUFFER_NBYTES) * BUFFER_NBYTES
+
+
+def cost(saved: SavedBytes) -> int:
+    """The bytes that a range takes of budgets of host memory: whole blocks if it is copied to blocks."""
+    return in_blocks(saved.nbytes) if copying.is_staged(saved.device) else saved.nbytes

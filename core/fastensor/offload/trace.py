@@ -19,8 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -37,27 +36,9 @@ _PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 _logger = logging.getLogger("fastensor")
 
 
-@dataclass(slots=True)
-class Interval:
-    """From the first to the last moment that was noted."""
-
-    begin: float | None = None
-    end: float = 0.0
-    thread: int = 0
-    """The native id of the thread in which the interval began."""
-
-    def note_now(self) -> None:
-        self.end = time.perf_counter()
-        if self.begin is None:
-            self.begin, self.thread = self.end, threading.get_native_id()
-
-
-@dataclass(slots=True)
-class TracedPass:
-    """Times at which a forward pass has saved tensors, and its backward pass has needed them."""
-
-    forward: Interval = field(default_factory=Interval)
-    backward: Interval = field(default_factory=Interval)
+TracedPass: TypeAlias = dict[str, tuple[float, float, int]]
+"""Of the ``forward`` and the ``backward`` pass: the first moment that was noted, the last one, and the native id of the
+thread that has begun."""
 
 
 class Trace:
@@ -116,7 +97,7 @@ class Trace:
 
     def begin_pass(self) -> TracedPass:
         """A record of a forward pass that begins."""
-        began = TracedPass()
+        began: TracedPass = {}
         if not self.is_full:
             self._passes.append(began)
         return began
@@ -178,15 +159,20 @@ class Trace:
         for thread, name in list(self._threads.items()):
             yield _event("M", "thread_name", 0.0, thread) | {"args": {"name": name}}
         for number, one in enumerate(list(self._passes)):
-            for name, interval in (("forward", one.forward), ("backward", one.backward)):
-                if interval.begin is None:
-                    continue
-                for phase, moment in (("b", interval.begin), ("e", interval.end)):
-                    event = _event(phase, name, moment - self._origin, interval.thread)
+            for name, (begin, end, thread) in list(one.items()):
+                for phase, moment in (("b", begin), ("e", end)):
+                    event = _event(phase, name, moment - self._origin, thread)
                     yield event | {"cat": "pass", "id": 2 * number + (name == "backward"), "args": {"pass": number}}
         for phase, name, begin, seconds, thread, arguments in self._events[:MOST_EVENTS]:
             event = _event(phase, name, begin - self._origin, thread) | {"args": dict(arguments)}
             yield event | {"cat": "offload", "dur": _microseconds(seconds)} if phase == "X" else event
+
+
+def note_now(traced: TracedPass, name: Literal["forward", "backward"]) -> None:
+    """Note that a pass is here now."""
+    now = time.perf_counter()
+    begin, _, thread = traced.get(name, (now, now, threading.get_native_id()))
+    traced[name] = begin, now, thread
 
 
 def note_move(
@@ -206,8 +192,9 @@ def note_move(
     found: dict[str, Any] = {"tensor": saved.position, "memory_bytes": saved.nbytes, "dtype": str(saved.dtype)}
     if isinstance(outcome, StoredBytes):
         found |= {"bytes": outcome.nbytes, "backend": outcome.backend}
-        if outcome.encoding is not None:
-            found["codec"] = outcome.encoding.name
+        for piece in outcome.pieces:
+            if piece.encoding is not None:
+                found["codec"] = piece.encoding.name
     elif outcome is not None:
         found["failed"] = str(outcome) or type(outcome).__name__
     trace.complete(what, started, **found)

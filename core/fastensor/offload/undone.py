@@ -3,13 +3,12 @@ afterwards what they were before."""
 
 from __future__ import annotations
 
-import copy
 import io
 import random
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, BinaryIO
 
@@ -20,19 +19,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 @contextmanager
-def undone(
-    model: nn.Module | None, folder: str | None, optimizers: Iterable[torch.optim.Optimizer] = ()
-) -> Iterator[None]:
+def undone(model: nn.Module | None, folder: str | None) -> Iterator[None]:
     """Undo, at the end, what training of this thread in the block has done to a model, to optimizers of torch with
     their parameters, and to the default random generators of Python, NumPy and torch.
 
     What was there before is kept in a nameless file, so that as much memory is free in the block as in training.
-    Parameters and buffers that the block adds stay.
+    Optimizers are restored as they were at their first step in the block. Parameters and buffers that the block adds
+    stay.
 
     Args:
         model: its parameters, buffers and gradients are restored; None if it is not known.
         folder: where the file is; None is the folder for temporary files.
-        optimizers: are restored as they are now. Others are restored as they were at their first step in the block.
 
     Raises:
         OSError: the file cannot be made or written.
@@ -42,8 +39,6 @@ def undone(
         note_generators(restoring)
         if model is not None:
             before.note_model(model)
-        for optimizer in optimizers:
-            before.note_optimizer(optimizer)
         with ExitStack() as hooked:
             hook = register_optimizer_step_pre_hook(before.note_optimizer)
             hooked.callback(hook.remove)
@@ -54,7 +49,7 @@ class _Before:
     """Values before the block.
 
     Args:
-        file: gets values.
+        file: gets values of tensors.
         restoring: gets what restores them, each by itself.
     """
 
@@ -71,44 +66,39 @@ class _Before:
             self._restoring.callback(module._buffers.update, dict(module._buffers))
         for parameter in model.parameters():
             self._restoring.callback(setattr, parameter, "grad", parameter.grad)
-            self._note(parameter)
-            self._note(parameter.grad)
-        for buffer in model.buffers():
-            self._note(buffer)
+            self._note(parameter, parameter.grad)
+        self._note(*model.buffers())
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note an optimizer and its parameters, unless that was done before."""
-        if threading.get_ident() != self._thread or not self._is_new(optimizer):
-            return
-        options = [
-            self._noted_values({name: value for name, value in group.items() if name != "params"})
-            for group in optimizer.param_groups
-        ]
-        states = {key: self._noted_values(values) for key, values in optimizer.state.items()}
-        self._restoring.callback(_restore_optimizer, optimizer, options, states)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._note(parameter)
+        if threading.get_ident() == self._thread:
+            self._note(optimizer.state, optimizer.param_groups)
 
-    def _noted_values(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The same tensors, whose values are noted, and copies of what is no tensor."""
-        for value in values.values():
-            self._note(value)
-        return {
-            name: value if isinstance(value, torch.Tensor) else copy.deepcopy(value) for name, value in values.items()
-        }
+    def _note(self, *values: object) -> None:
+        """Note tensors, and what dicts and lists hold, unless that was done before."""
+        for one in values:
+            if id(one) in self._noted or not isinstance(one, torch.Tensor | dict | list):
+                continue
+            self._noted[id(one)] = one
+            if isinstance(one, torch.Tensor):
+                self._note_tensor(one)
+            elif isinstance(one, list):
+                self._restoring.callback(one.__setitem__, slice(None), list(one))
+                self._note(*one)
+            else:
+                self._restoring.callback(_refill, one, dict(one))
+                self._note(*one.values())
 
-    def _note(self, one: Any) -> None:
-        """Note the value of a tensor that was not noted before."""
-        if isinstance(one, torch.Tensor) and not is_lazy(one) and self._is_new(one):
+    def _note_tensor(self, tensor: torch.Tensor) -> None:
+        if not is_lazy(tensor):
             begin = self._file.seek(0, io.SEEK_END)
-            torch.save(_local(one).cpu().clone(), self._file)
-            self._restoring.callback(_restore, one, self._file, begin, self._file.tell() - begin)
+            torch.save(_local(tensor).cpu().clone(), self._file)
+            self._restoring.callback(_restore, tensor, self._file, begin, self._file.tell() - begin)
 
-    def _is_new(self, one: object) -> bool:
-        is_new = id(one) not in self._noted
-        self._noted[id(one)] = one
-        return is_new
+
+def _refill(one: dict[Any, Any], before: dict[Any, Any]) -> None:
+    one.clear()
+    one.update(before)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,18 +114,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _restore(tensor: torch.Tensor, file: BinaryIO, begin: int, nbytes: int) -> None:
     file.seek(begin)
     _local(tensor).copy_(torch.load(io.BytesIO(file.read(nbytes)), weights_only=False))
-
-
-def _restore_optimizer(
-    optimizer: torch.optim.Optimizer, options: list[dict[str, Any]], states: dict[Any, dict[str, Any]]
-) -> None:
-    del optimizer.param_groups[len(options) :]
-    for group, before in zip(optimizer.param_groups, options, strict=True):
-        parameters = group["params"]
-        group.clear()
-        group.update({"params": parameters} | before)
-    optimizer.state.clear()
-    optimizer.state.update(states)
 
 
 def note_generators(restoring: ExitStack) -> None:
