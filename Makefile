@@ -48,8 +48,7 @@ demo: $(DEMO)
 	$(BIN)/python examples/resume_after_kill.py
 
 quick: $(STAMP)
-	$(PYTEST) -n 3 -q -m "not gpu and not torture" tests/unit tests/golden tests/integration/test_round_trip.py \
-	    tests/offload/test_gradients.py
+	$(PYTEST) -n 3 -q -m "not gpu and not torture" $$($(BIN)/python tests/quick.py)
 
 test: $(STAMP)
 	-tests/hosts/install.sh

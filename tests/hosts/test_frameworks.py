@@ -196,7 +196,7 @@ def test_lightning(machines: Machines, tmp_path: Path, kind: str) -> None:
 
 
 def _fit_together(rank: int, machines: Machines, folder: Path) -> None:
-    from integration.lightning_models import loader, make_module, make_trainer, without_entry_points
+    from lightning_models import loader, make_module, make_trainer, without_entry_points
 
     from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO
 
@@ -230,7 +230,7 @@ def _fit_together(rank: int, machines: Machines, folder: Path) -> None:
 
 
 def _fit_shards(rank: int, machines: Machines, folder: Path) -> None:
-    from integration.sharded_trainers import fit, values_of
+    from sharded_trainers import fit, values_of
 
     from fastensor_lightning import FastensorCheckpointIO
 

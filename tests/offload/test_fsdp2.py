@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import join
-from integration.lightning_models import act_as_rank
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning_models import act_as_rank
 from offload.lightning_callbacks import WrittenFirst
 from programs import free_port, run_ranks
 from torch import nn

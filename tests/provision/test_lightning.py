@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from integration.lightning_models import make_trainer
+from lightning_models import make_trainer
 from programs import Program
 from provision.datasets import Numbers
 

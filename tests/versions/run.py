@@ -25,21 +25,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from quick import QUICK
+
 ROOT = Path(__file__).parents[2]
 PYTHONS = ("3.11", "3.12", "3.13")
 RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
 SHOWN = ("torch", "numpy", "lightning", "accelerate", "transformers")
 """Packages whose versions the table shows."""
 SUITE = ("tests", "core", "fastensor_lightning", "fastensor_accelerate")
-QUICK = (
-    "tests/unit",
-    "tests/golden",
-    "tests/integration/test_round_trip.py",
-    "tests/integration/test_docs.py::test_the_demo_kills_and_resumes",
-    "tests/integration/test_docs.py::test_the_example_of_accelerate_is_killed_and_resumes_as_without_the_flag",
-    "tests/offload/test_gradients.py",
+SCRIPTS = (
+    "tests/project/test_docs.py::test_the_demo_kills_and_resumes",
+    "tests/project/test_docs.py::test_the_example_of_accelerate_is_killed_and_resumes_as_without_the_flag",
 )
-"""What ``make quick`` runs, and the scripts of a user of Lightning and of one of Accelerate."""
+"""Run in addition to :data:`quick.QUICK`: the scripts of a user of Lightning and of one of Accelerate."""
 UV = Path(sys.executable).with_name("uv")
 
 
@@ -94,7 +93,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tests", nargs="+", help="arguments for pytest instead of the suite")
     options = parser.parse_args()
     options.pairs = [PAIRS[name] for name in options.only or ([f"lowest-{PYTHONS[0]}"] if options.quick else PAIRS)]
-    options.tests = options.tests or (QUICK if options.quick else SUITE)
+    options.tests = options.tests or ((*QUICK, *SCRIPTS) if options.quick else SUITE)
     return options
 
 
