@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
 
-from fastensor.checkpoint.conversion.same_file import is_same_file
 from fastensor.checkpoint.conversion.settings import ConvertSettings
 from fastensor.checkpoint.conversion.sources import what_shares_memory
 from fastensor.checkpoint.convert import convert_by
@@ -43,7 +41,7 @@ def run(source: str, target: str, settings: ConvertSettings, *, force: bool, jso
     """Convert, unless that would destroy or lose something that was not given up."""
     with wrong_arguments():
         settings = settings.checked(target)
-        _check_target(source, target, force=force)
+        _check_target(target, force=force)
         lost: list[str] = []
 
         def check(names: Sequence[str], ties: Mapping[str, Sequence[Sequence[str]]]) -> None:
@@ -59,20 +57,13 @@ def run(source: str, target: str, settings: ConvertSettings, *, force: bool, jso
     return OK
 
 
-def _check_target(source: str, target: str, *, force: bool) -> None:
+def _check_target(target: str, *, force: bool) -> None:
     """
     Raises:
-        FastensorError: the target is the source, or in it; or it is there, and is not to be replaced.
+        FastensorError: the target is there, and is not to be replaced.
     """
-    if is_same_file(source, target) or _is_inside(target, source):
-        raise FastensorError(f"{target}: the target is the source, or in it; choose another target")
     if _holds_something(target) and not force:
         raise FastensorError(f"{target}: it is there already; --force replaces it, or choose another target")
-
-
-def _is_inside(target: str, source: str) -> bool:
-    """True if the target is a file in the directory of the source: one of its parts."""
-    return os.path.isdir(source) and os.path.exists(target) and Path(source).resolve() in Path(target).resolve().parents
 
 
 def _holds_something(target: str) -> bool:

@@ -126,9 +126,12 @@ def convert(
         typer.Option(metavar="SIZE", help="The most bytes of tensors in each file of huggingface, such as 2GiB."),
     ] = "5GB",
     memory: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="How much of a distributed checkpoint may be in memory at a time."),
-    ] = "2GiB",
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="The most that one tensor of a distributed checkpoint may take; default: half of what is available.",
+        ),
+    ] = None,
     metadata: Annotated[
         list[str] | None, typer.Option(metavar="KEY=TEXT", help="For the metadata of safetensors.")
     ] = None,
@@ -151,7 +154,8 @@ def convert(
     """
     names = pairs_in(rename or [], "--rename", "OLD=NEW")
     texts = None if metadata is None else pairs_in(metadata, "--metadata", "KEY=TEXT")
-    shard_nbytes, memory_nbytes = size_in(shard_size, "--shard-size"), size_in(memory, "--memory")
+    shard_nbytes = size_in(shard_size, "--shard-size")
+    memory_nbytes = None if memory is None else size_in(memory, "--memory")
     from fastensor.checkpoint.conversion.settings import ConvertSettings
     from fastensor.cli import convert as command
 
