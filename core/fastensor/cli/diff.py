@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import asdict
 
 from fastensor.checkpoint.diff import Difference, diff
@@ -51,11 +52,9 @@ def _print(found: Difference, *, everything: bool, values: bool) -> None:
         ["differs", name, f"{short(first, _VALUE)} in A, {short(second, _VALUE)} in B"]
         for name, (first, second) in found.others.items()
     ]
-    shown = [[how, short(name, _NAME), what] for how, name, what in (rows if everything else rows[:_MANY])]
-    if shown:
-        print_table(["", "name", ""], shown, styles=_STYLES)
-    if len(rows) > len(shown):
-        print(f"and {len(rows) - len(shown)} more, which --all shows")
+    if rows:
+        shown = [[how, short(name, _NAME), what] for how, name, what in rows]
+        print_table(["", "name", ""], shown, styles=_STYLES, most=sys.maxsize if everything else _MANY)
     for name in found.not_compared:
         print(printable(f"not compared: {name}, which is no checkpoint"))
     how = "" if values else " (values were not compared)"

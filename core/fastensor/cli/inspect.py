@@ -119,7 +119,7 @@ def _print(view: _View, *, most: int) -> None:
     for title, texts in (("value", view.others), ("metadata", view.found.metadata)):
         if texts:
             print()
-            _print_some([title, ""], [[_shortened(name, most), text] for name, text in texts.items()], most)
+            print_table([title, ""], [[_shortened(name, most), text] for name, text in texts.items()], most=most)
     if view.found.ties or view.found.refused:
         print()
     for names in view.found.ties:
@@ -171,11 +171,11 @@ def _print_tensors(view: _View, most: int) -> None:
         return
     print()
     if view.depth is not None:
-        _print_some(["prefix", *_GROUPS], rows(_by_prefix(view, view.depth)), most, right=(1, 2, 4))
+        print_table(["prefix", *_GROUPS], rows(_by_prefix(view, view.depth)), right=(1, 2, 4), most=most)
     elif len(view.tensors) > most:
         names = patterns(view.tensors)
         found = grouped(view.tensors, ties, lambda tensor: names[tensor.name])
-        _print_some(["names", *_GROUPS], rows(found), most, right=(1, 2, 4))
+        print_table(["names", *_GROUPS], rows(found), right=(1, 2, 4), most=most)
         print("\n--all shows each tensor; --depth N sums up by prefix; --key PATTERN shows those that match")
     else:
         _print_each(view.tensors, most)
@@ -199,9 +199,3 @@ def _print_each(tensors: Sequence[TensorInfo], most: int) -> None:
 def _shortened(name: str, most: int) -> str:
     """A name as far as there is room for it, or all of it if everything is to be shown."""
     return name if most > _MANY else without_middle(name)
-
-
-def _print_some(header: list[str], table: list[list[str]], most: int, right: Sequence[int] = ()) -> None:
-    print_table(header, table[:most], right=right)
-    if len(table) > most:
-        print(f"and {len(table) - most} more, which --all shows")

@@ -18,7 +18,7 @@ from fastensor.checkpoint.load import load_with_report
 from fastensor.checkpoint.progress import Progress
 from fastensor.checkpoint.report import LoadReport, SaveReport
 from fastensor.checkpoint.save import save
-from fastensor.cli.checkup.advice import Advice
+from fastensor.cli.checkup import Advice
 from fastensor.cli.checkup.folder import MAKE_WRITABLE, PREFIX
 from fastensor.cli.values import LEAST_NBYTES
 from fastensor.errors import BackendUnavailableError, CorruptCheckpointError
