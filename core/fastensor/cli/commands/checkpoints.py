@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from fastensor.cli.commands.options import Files, Json
-from fastensor.cli.values import pairs_in, size_in
+from fastensor.cli.commands.options import Files, Json, pairs_in, size_in
 
 
 def add_to(app: typer.Typer) -> None:

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fastensor.cli.commands.options import Folder, Json
-from fastensor.cli.values import sizes_in
+from fastensor.cli.commands.options import Folder, Json, sizes_in
 
 
 def add_to(app: typer.Typer) -> None:

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from fastensor.cli.commands.options import Json, group
-from fastensor.cli.values import size_in
+from fastensor.cli.commands.options import Json, group, size_in
 
 _Address = Annotated[
     str | None,
