@@ -68,7 +68,7 @@ class Checkup:
 
 def run(path: str, sizes: Sequence[int], *, quick: bool, json: bool) -> int:
     """Check all up. What is here is printed before anything is measured; as JSON, all is printed in the end."""
-    if sys.__stderr__ is not None:
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__)  # says which library ends the interpreter, if one does
     found = _look(path)
     if not json:
