@@ -120,6 +120,8 @@ def is_safetensors(file: OpenedFile) -> bool:
 class _ItemPart(Part):
     """An item as a part of its file."""
 
+    __slots__ = ()
+
     @property
     def title(self) -> str:
         return f"item {self.name!r}"
