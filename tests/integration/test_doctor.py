@@ -507,6 +507,14 @@ def test_the_mode_of_kvikio(capsys: Any, kvikio: Any, reason: str) -> None:
     assert bool(reason) == ("kvikio is in compat mode, which is not GPUDirect" in advice(found))
 
 
+def test_a_kvikio_that_says_nothing(capsys: Any, kvikio: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kvikio("", "")
+    monkeypatch.setitem(sys.modules, "kvikio.cufile_driver", SimpleNamespace())
+    _, found = examine(capsys, *QUICK)
+    assert (found["kvikio"]["imports"], found["gds"]["mode"]) == (True, "compat")
+    assert found["gds"]["reason"].startswith("kvikio does not say that it uses it (AttributeError")
+
+
 def test_a_kvikio_that_cannot_be_used(capsys: Any, kvikio: Any) -> None:
     kvikio("the library of NVIDIA's driver cannot be loaded", "")
     status, found = examine(capsys, *QUICK)

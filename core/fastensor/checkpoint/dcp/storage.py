@@ -73,7 +73,10 @@ class Directory:
             path = os.path.dirname(path)
             self._unsynced.add(path)
         with write_errors(self.path, "the directory cannot be created"), refusals_as_os_errors():
-            self.filesystem.mkdir(self.as_torch_names_it)
+            if self._remote is None:
+                os.makedirs(self.path, exist_ok=True)
+            else:
+                self._remote.filesystem.makedirs(self._remote.path, exist_ok=True)
 
     def sync(self) -> None:
         """Make the names of all files durable, and the directory's own."""

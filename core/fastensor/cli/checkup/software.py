@@ -113,7 +113,12 @@ def find_kvikio() -> tuple[KvikioState, Gds]:
     if reason := registry.why_unavailable("gds"):
         is_imported = "kvikio" in sys.modules
         return KvikioState(release, is_imported, reason, ""), Gds(driver, "none", "kvikio cannot be used")
-    compat, numbers = compat_reason(), import_module("kvikio.cufile_driver").libcufile_version()
+    try:
+        compat, numbers = compat_reason(), import_module("kvikio.cufile_driver").libcufile_version()
+    except Exception as error:  # noqa: BLE001  # a version of kvikio that is not known here
+        return KvikioState(release, True, "", ""), Gds(
+            driver, "compat", f"kvikio does not say that it uses it ({error!r})"
+        )
     libcufile = ".".join(map(str, numbers)) if any(numbers) else ""
     return KvikioState(release, True, "", libcufile), Gds(driver, "compat" if compat else "native", compat)
 
