@@ -178,9 +178,11 @@ class ItemReader:
 
     def read(self, item: Item) -> bytes:
         """All bytes of an item, compared."""
+        if not item.nbytes:
+            return b""
         if item.is_small:
             self._reader.read_small(item.part)
-            data = bytes(self._reader.window.part(item.offset, item.nbytes)) if item.nbytes else b""
+            data = bytes(self._reader.window.part(item.offset, item.nbytes))
         else:
             buffer = bytearray(item.nbytes)
             self._reader.read(item.part, memoryview(buffer))
