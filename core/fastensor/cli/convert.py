@@ -15,7 +15,6 @@ from fastensor.checkpoint.convert import convert_by
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.report import SaveReport
-from fastensor.cli.errors import wrong_arguments
 from fastensor.cli.output import OK, print_json, printable
 from fastensor.errors import FastensorError
 from fastensor.files.progress_bar import progress_bar
@@ -39,17 +38,16 @@ def container_for(target: str) -> Literal["huggingface"] | None:
 
 def run(source: str, target: str, settings: ConvertSettings, *, force: bool, json: bool) -> int:
     """Convert, unless that would destroy or lose something that was not given up."""
-    with wrong_arguments():
-        settings = settings.checked(target)
-        _check_target(target, force=force)
-        lost: list[str] = []
+    settings = settings.checked(target)
+    _check_target(target, force=force)
+    lost: list[str] = []
 
-        def check(names: Sequence[str], ties: Mapping[str, Sequence[Sequence[str]]]) -> None:
-            lost.extend(names)
-            _check_losses(source, lost, ties, settings)
+    def check(names: Sequence[str], ties: Mapping[str, Sequence[Sequence[str]]]) -> None:
+        lost.extend(names)
+        _check_losses(source, lost, ties, settings)
 
-        with progress_bar(printable(target)) as progress:
-            report = convert_by(source, target, replace(settings, drop=True), progress, check=check)
+    with progress_bar(printable(target)) as progress:
+        report = convert_by(source, target, replace(settings, drop=True), progress, check=check)
     if json:
         print_json({**asdict(report), "container": settings.container, "left_out": lost})
     else:

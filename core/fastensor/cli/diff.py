@@ -7,7 +7,6 @@ import sys
 from dataclasses import asdict
 
 from fastensor.checkpoint.diff import Difference, diff
-from fastensor.cli.errors import wrong_arguments
 from fastensor.cli.output import FAILED, OK, print_json, print_table, printable, without_middle
 from fastensor.files.progress_bar import progress_bar
 from fastensor.files.words import counted
@@ -21,7 +20,7 @@ _STYLES = {"only in A": "red", "only in B": "green", "differs": "yellow"}
 
 def run(first: str, second: str, *, rtol: float, atol: float, values: bool, everything: bool, json: bool) -> int:
     """Compare two checkpoints."""
-    with wrong_arguments(), progress_bar("comparing") as progress:
+    with progress_bar("comparing") as progress:
         found = diff(first, second, rtol=rtol, atol=atol, values=values, progress=progress)
     if json:
         shown = asdict(found)
