@@ -53,7 +53,27 @@ class Main(Protocol):
     def __call__(self, connection: Connection, *, place: int) -> NoReturn: ...
 
 
-class ForkServer:
+class ChildProcess:
+    """A process that the server has made, and talks to.
+
+    Args:
+        pid: of a child of this process.
+        connection: to it. It belongs to this object.
+    """
+
+    def __init__(self, pid: int, connection: Connection) -> None:
+        self.pid = pid
+        self.connection = connection
+
+    def end(self) -> int:
+        """Kill it, unless it has ended. Returns the status with which it has ended, or minus a signal."""
+        self.connection.close()
+        os.kill(self.pid, signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(status)
+
+
+class ForkServer(ChildProcess):
     """A forkserver, as the server sees it.
 
     Args:
@@ -64,17 +84,15 @@ class ForkServer:
 
     def __init__(self, main: Main, spec_fd: int, *, prepares: bool) -> None:
         self.prepares = prepares
-        self.has_forked = False
-        """True if it has made a worker."""
         self.awaited: set[int] = set()
         """The places of workers that it was asked for, and that have not come yet."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         server_pid = os.getpid()
-        self.pid = os.fork()
-        if not self.pid:
+        pid = os.fork()
+        if not pid:
             _run(Connection(theirs), server_pid, main, spec_fd, prepares=prepares)
         theirs.close()
-        self.connection = Connection(ours)
+        super().__init__(pid, Connection(ours))
 
     def ask(self, places: Collection[int]) -> None:
         """Ask for workers, in one message: the kernel takes few while the forkserver prepares itself. That it has ended
@@ -83,18 +101,6 @@ class ForkServer:
         if places:
             with suppress(ConnectionLost):
                 self.connection.send(Fork([*places]))
-
-    def end(self) -> int:
-        """Kill it, unless it has ended. Returns the status with which it has ended, or minus a signal."""
-        self.connection.close()
-        return killed(self.pid)
-
-
-def killed(pid: int) -> int:
-    """Kill a child, unless it has ended. Returns the status with which it has ended, or minus a signal."""
-    os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
 
 
 def adopt_orphans() -> None:
@@ -147,7 +153,7 @@ def _fork(main: Callable[[Connection], NoReturn], server_pid: int, connection: C
         connection: of the forkserver to the server. The worker closes it, and what is made here, but nothing that the
             user's script, or a library, may have open.
     """
-    ours, theirs = socket.socketpair()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     said, say = os.pipe()
     adopted, adopt = os.pipe()  # is closed by the forkserver when the server is the parent
     between = os.fork()

@@ -6,7 +6,6 @@ the server goes on: it starts another worker for one that has ended.
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickle
 import traceback
@@ -19,7 +18,7 @@ import torch
 
 from fastensor.data.coalescing import Integers
 from fastensor.data.connection import Connection, ConnectionLost, Message
-from fastensor.data.ring import shared_memory
+from fastensor.data.ring import mapped, shared_memory
 from fastensor.data.skipping import OnError
 from fastensor.provision import encoding
 from fastensor.provision.embedded.protocol import AddLoader, Broken, ForgetLoader, SamplesStored, StoreSamples
@@ -36,8 +35,7 @@ class WorkerLoader:
         self.on_error: OnError = added.on_error
         self._pickled = added.collate_fn
         self._collate_fn: Callable[[list[Any]], Any] | None = None
-        self.ring = memoryview(mmap.mmap(ring_fd, os.fstat(ring_fd).st_size))
-        os.close(ring_fd)
+        self.ring = mapped(ring_fd, writable=True).data
 
     @property
     def collate_fn(self) -> Callable[[list[Any]], Any] | None:
