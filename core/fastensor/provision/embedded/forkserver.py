@@ -50,7 +50,7 @@ class Main(Protocol):
         place: which of the workers it is.
     """
 
-    def __call__(self, connection: Connection, *, place: int) -> NoReturn: ...
+    def __call__(self, connection: Connection, *, place: int) -> None: ...
 
 
 class ChildProcess:
@@ -90,7 +90,7 @@ class ForkServer(ChildProcess):
         server_pid = os.getpid()
         pid = os.fork()
         if not pid:
-            _run(Connection(theirs), server_pid, main, spec_fd, prepares=prepares)
+            _run_and_exit(partial(_make_workers, Connection(theirs), server_pid, main, spec_fd, prepares=prepares))
         theirs.close()
         super().__init__(pid, Connection(ours))
 
@@ -108,31 +108,36 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _run(connection: Connection, server_pid: int, main: Main, spec_fd: int, *, prepares: bool) -> NoReturn:
-    """Be a forkserver, in a forked child of the server. Keeps nothing else of it open."""
+def _run_and_exit(run: Callable[[], object]) -> NoReturn:
+    """Run in a forked process, and end it: with 0 if the server has ended. The server starts another one otherwise."""
     status = 1
     try:
-        _die_with(server_pid)
-        _close_all_but({connection.fileno(), spec_fd, 0, 1, 2})
-        torch.set_num_threads(1)
-        for name in _ONE_THREAD:
-            os.environ.setdefault(name, "1")
-        if prepares:
-            _prepare(spec_fd)
-        gc.freeze()  # so that workers share its memory
-        while True:
-            connection.wait()
-            for message in connection.arrived():
-                for place in message.content.places:
-                    pid, endpoint = _fork(partial(main, place=place), server_pid, connection)
-                    with endpoint:
-                        connection.send(Forked(pid, place), fd=endpoint.fileno())
+        run()
     except ConnectionLost:
-        status = 0  # the server has ended
-    except BaseException:  # noqa: BLE001  # it is printed, and the server starts another one
+        status = 0
+    except BaseException:  # noqa: BLE001  # it is printed
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def _make_workers(connection: Connection, server_pid: int, main: Main, spec_fd: int, *, prepares: bool) -> None:
+    """Be a forkserver, in a forked child of the server. Keeps nothing else of it open."""
+    _die_with(server_pid)
+    _close_all_but({connection.fileno(), spec_fd, 0, 1, 2})
+    torch.set_num_threads(1)
+    for name in _ONE_THREAD:
+        os.environ.setdefault(name, "1")
+    if prepares:
+        _prepare(spec_fd)
+    gc.freeze()  # so that workers share its memory
+    while True:
+        connection.wait()
+        for message in connection.arrived():
+            for place in message.content.places:
+                pid, endpoint = _fork(partial(main, place=place), server_pid, connection)
+                with endpoint:
+                    connection.send(Forked(pid, place), fd=endpoint.fileno())
 
 
 def _prepare(spec_fd: int) -> None:
@@ -146,7 +151,7 @@ def _prepare(spec_fd: int) -> None:
         os._exit(1)
 
 
-def _fork(main: Callable[[Connection], NoReturn], server_pid: int, connection: Connection) -> tuple[int, socket.socket]:
+def _fork(main: Callable[[Connection], None], server_pid: int, connection: Connection) -> tuple[int, socket.socket]:
     """Make a worker. Returns its process id, and the server's end of the connection to it.
 
     Args:
@@ -162,15 +167,12 @@ def _fork(main: Callable[[Connection], NoReturn], server_pid: int, connection: C
         if pid:
             os.write(say, b"%d" % pid)
             os._exit(0)
-        try:
-            os.close(adopt)
-            os.read(adopted, 1)
-            _die_with(server_pid)
-            for fd in (adopted, said, say, ours.fileno(), connection.fileno()):
-                os.close(fd)
-            main(Connection(theirs))
-        finally:
-            os._exit(1)
+        os.close(adopt)
+        os.read(adopted, 1)
+        _die_with(server_pid)
+        for fd in (adopted, said, say, ours.fileno(), connection.fileno()):
+            os.close(fd)
+        _run_and_exit(partial(main, Connection(theirs)))
     os.waitpid(between, 0)
     for fd in (adopt, adopted, say):
         os.close(fd)

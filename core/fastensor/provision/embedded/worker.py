@@ -11,13 +11,13 @@ import pickle
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 
 from fastensor.data.coalescing import Integers
-from fastensor.data.connection import Connection, ConnectionLost, Message
+from fastensor.data.connection import Connection, Message
 from fastensor.data.ring import mapped, shared_memory
 from fastensor.data.skipping import OnError
 from fastensor.provision import encoding
@@ -156,21 +156,16 @@ def main(
     slabs: memoryview,
     seed: int,
     cpus: Sequence[frozenset[int]],
-) -> NoReturn:
+) -> None:
     """Be a worker, in a process that was forked for it.
 
     Args:
         place: which of the workers it is.
         cpus: for each place the processors that it runs on; none: any.
+
+    Raises:
+        ConnectionLost: the server has ended.
     """
-    status = 1
-    try:
-        pin_to(cpus[place])
-        torch.set_num_threads(1)
-        ServiceWorker(connection, spec_fd, slabs, seed=seed).run()
-    except ConnectionLost:
-        status = 0  # the server has ended
-    except BaseException:  # noqa: BLE001  # it is printed, and the server starts another worker
-        traceback.print_exc()
-    finally:
-        os._exit(status)
+    pin_to(cpus[place])
+    torch.set_num_threads(1)
+    ServiceWorker(connection, spec_fd, slabs, seed=seed).run()
