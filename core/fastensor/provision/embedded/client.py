@@ -165,14 +165,11 @@ class EmbeddedFeed:
 
     def pushed(self, seconds: float) -> Pushed | None:
         with _conversation(self._connection):
-            while True:
-                message = self._connection.receive()
-                if message is not None:
-                    if not isinstance(message.content, Status):
-                        return self._pushed(message)
-                elif not self._connection.wait(seconds):
+            while (message := self._connection.receive()) is None or isinstance(message.content, Status):
+                if message is None and not self._connection.wait(seconds):
                     self._check_health()
                     return None
+            return self._pushed(message)
 
     def credit(self, generation: int, taken: int, *, waited_seconds: float) -> None:
         with _conversation(self._connection):

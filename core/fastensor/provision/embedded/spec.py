@@ -35,17 +35,14 @@ def packed(facts: Facts, contents: UserObjects) -> int:
     preparation = spawn.get_preparation_data("fastensor-worker")
     for name in _NOT_FOR_WORKERS:
         preparation.pop(name, None)
-    fd = os.memfd_create("fastensor-spec", os.MFD_CLOEXEC)
+    memory = os.fdopen(os.memfd_create("fastensor-spec", os.MFD_CLOEXEC), "wb")
     advice = "Functions have to be defined at the top of a module, and the source may hold no open files or locks"
-    try:
-        with os.fdopen(os.dup(fd), "wb") as file, pickling("the source, or a transform,", advice):
-            pickle.dump(facts, file)
-            pickle.dump(preparation, file)
-            pickle.dump([getattr(contents, field.name) for field in fields(UserObjects)], file, protocol=5)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    with memory, pickling("the source, or a transform,", advice):
+        pickle.dump(facts, memory)
+        pickle.dump(preparation, memory)
+        pickle.dump([getattr(contents, field.name) for field in fields(UserObjects)], memory, protocol=5)
+        memory.flush()
+        return os.dup(memory.fileno())
 
 
 def facts_of(fd: int) -> Facts:
