@@ -109,11 +109,11 @@ def adopt_orphans() -> None:
 
 
 def _run_and_exit(run: Callable[[], object]) -> NoReturn:
-    """Run in a forked process, and end it: with 0 if the server has ended. The server starts another one otherwise."""
+    """Run in a forked process, and end it: with 0 if the other end has ended. The server replaces what ends."""
     status = 1
     try:
         run()
-    except ConnectionLost:
+    except (ConnectionLost, ConnectionResetError):
         status = 0
     except BaseException:  # noqa: BLE001  # it is printed
         traceback.print_exc()
@@ -159,28 +159,21 @@ def _fork(main: Callable[[Connection], None], server_pid: int, connection: Conne
             user's script, or a library, may have open.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    said, say = os.pipe()
-    adopted, adopt = os.pipe()  # is closed by the forkserver when the server is the parent
     between = os.fork()
     if not between:
         pid = os.fork()
         if pid:
-            os.write(say, b"%d" % pid)
+            theirs.send(b"%d" % pid)
             os._exit(0)
-        os.close(adopt)
-        os.read(adopted, 1)
+        ours.close()
+        theirs.recv(1)  # comes when the process between has ended: the server is the parent
         _die_with(server_pid)
-        for fd in (adopted, said, say, ours.fileno(), connection.fileno()):
-            os.close(fd)
+        os.close(connection.fileno())
         _run_and_exit(partial(main, Connection(theirs)))
     os.waitpid(between, 0)
-    for fd in (adopt, adopted, say):
-        os.close(fd)
     theirs.close()
-    try:
-        pid = int(os.read(said, 32))
-    finally:
-        os.close(said)
+    pid = int(ours.recv(32))
+    ours.send(b"!")
     return pid, ours
 
 
