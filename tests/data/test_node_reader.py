@@ -11,7 +11,6 @@ import re
 import resource
 import select
 import signal
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,8 +29,8 @@ from fastensor.data.engines.choice import Strategy
 from fastensor.data.node import engine as node_engine
 from fastensor.data.node import lease
 from fastensor.data.node.lease import NodeReader, name_of_job
-from fastensor.data.node.protocol import Opening, Release, Request, sent_error
-from fastensor.data.node.server import Span, interleaved, spans_of
+from fastensor.data.node.protocol import Needs, Opening, Request, sent_error, spans_of
+from fastensor.data.node.server import in_turns
 from fastensor.errors import BackendUnavailableError, CorruptDatasetError, NodeReaderError
 from fastensor.files.posix import EndOfFile
 
@@ -104,7 +103,7 @@ def test_workers_read_by_the_reader(path: Path, context: str) -> None:
 
 @pytest.mark.usefixtures("shared")
 def test_a_client_that_keeps_all_values_gets_the_others_too(path: Path) -> None:
-    """The values are larger than its ring. Those for which the ring has no room come through the socket."""
+    """The values are larger than its ring. Those for which the ring has no room come by themselves."""
     views = LmdbDataset(path, reader="node", decode=decoders.Array("u1", (-1,)), read_ahead_nbytes=1 << 20)
     batches = np.array_split(np.arange(len(views)), 20)
     views.read_ahead(batches)
@@ -200,7 +199,7 @@ def request_without_a_file(connection: Connection) -> None:
 
 def release_what_is_free(connection: Connection) -> None:
     open_a_file(connection)
-    connection.send(Release([0]))
+    connection.send(Needs(-1, -1, [], [0]))
 
 
 def open_a_file(connection: Connection) -> None:
@@ -225,16 +224,16 @@ def numbers(*found: float) -> Any:
     return np.array(found, np.int64 if all(isinstance(one, int) for one in found) else np.float64)
 
 
-def announce_more_than_memory(connection: Connection) -> None:
-    os.write(connection.fileno(), struct.pack("<QQ", 1 << 40, 0))
+def send_no_memory(connection: Connection) -> None:
+    os.write(connection.fileno(), b"\0")
 
 
 def send_no_pickle(connection: Connection) -> None:
-    os.write(connection.fileno(), struct.pack("<QQ", 4, 0) + b"____")
+    os.write(connection.fileno(), b"____")
 
 
 NONSENSE = [
-    open_nothing, say_what_is_no_message, request_without_a_file, release_what_is_free, announce_more_than_memory,
+    open_nothing, say_what_is_no_message, request_without_a_file, release_what_is_free, send_no_memory,
     send_no_pickle, open_two_files, request(1, "no extents"), request([], Extents(numbers(0), numbers(3))),
     request(1, Extents(numbers(0, 5), numbers(3, 3, 3))), request(1, Extents(numbers(0), numbers(-1))),
     request(1, Extents(numbers(-1), numbers(1))), request(1, Extents(numbers(0), numbers(1 << 62))),
@@ -279,7 +278,7 @@ def test_a_client_that_talks_nonsense_is_dropped_alone(
 SERVER = """
 import os, resource, socket, sys
 from fastensor.data.node.server import NodeServer
-listener = socket.socket(socket.AF_UNIX)
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 listener.bind(chr(0) + sys.argv[1])
 listener.listen()
 server = NodeServer(listener)
@@ -483,7 +482,5 @@ def test_ranks_of_a_job_have_one_name_and_other_jobs_others(monkeypatch: pytest.
 def test_requests_of_several_clients_are_merged_in_the_order_of_need() -> None:
     first = spans_of(np.full(5, 60), 128)
     second = spans_of(np.full(3, 60), 128)
-    assert first == [Span(0, 2), Span(2, 2), Span(4, 1)]
-    assert [(number, span.first) for number, span in interleaved([first, second])] == [
-        (0, 0), (1, 0), (0, 2), (1, 2), (0, 4),
-    ]  # fmt: skip
+    assert first == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert in_turns([first, second]) == [first[0], second[0], first[1], second[1], first[2]]

@@ -19,7 +19,7 @@ from fastensor.provision import DataService
 SECONDS = 20
 SERVER = """
 import importlib, os, socket, sys
-listener = socket.socket(socket.AF_UNIX)
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 try:
     listener.bind(chr(0) + sys.argv[1])
 except OSError:

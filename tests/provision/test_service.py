@@ -32,7 +32,7 @@ from provision.datasets import (
 )
 from torch.utils.data import DataLoader
 
-from fastensor.data import EpochPlan, processes
+from fastensor.data import EpochPlan, processes, ring
 from fastensor.data.connection import ConnectionLost
 from fastensor.errors import UnsupportedSampleError
 from fastensor.files import progress_bar
@@ -554,7 +554,7 @@ def test_a_loader_of_a_service_of_somebody_else(shared: DataService, monkeypatch
 
 def test_a_ring_that_cannot_be_mapped(shared: DataService, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = client.EmbeddedEngine(shared.address)
-    monkeypatch.setattr(client, "SlotReader", failing(OSError(12, "no room")))
+    monkeypatch.setattr(ring.mmap, "mmap", failing(OSError(12, "no room")))
     gc.collect()  # earlier tests may have left descriptors to it, and their threads may still close some
     open_before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
@@ -794,7 +794,7 @@ import os, socket, sys
 sys.path[:] = sys.argv[4:]
 from fastensor.provision import placement
 from fastensor.provision.embedded import server
-listener = socket.socket(socket.AF_UNIX)
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 listener.bind(chr(0) + sys.argv[1])
 spec_fd = os.open(sys.argv[3], os.O_RDWR)
 listener.listen(100)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,7 @@ from provision.datasets import Numbers
 from fastensor.data import EpochPlan, processes
 from fastensor.data.connection import Connection, ConnectionLost
 from fastensor.provision import DataService, ProvisionError
-from fastensor.provision.embedded.protocol import Credit, Hello, Preload, Register
+from fastensor.provision.embedded.protocol import Credit, Hello, Register
 from fastensor.provision.engine import Registration, Start
 from fastensor.provision.work import Done
 
@@ -50,7 +49,6 @@ REGISTER = Register(Registration(), b"")
 NONSENSE = {
     "no message": [99],
     "a message of a worker": [Done(0, 0, *[np.zeros(0, np.int64)] * 3)],
-    "of a loader that is not registered": [Start(EpochPlan(N), 0, 0)],
     "credit of a loader that is not registered": [Credit(0, 0, 0.0, [])],
     "a slot that is free": [REGISTER, Credit(0, 0, 0.0, [7])],
     "a loader without numbers": [Register(Registration(buffer_nbytes=NOTHING), b"")],
@@ -60,8 +58,8 @@ NONSENSE = {
     "a slot that was not sent": [REGISTER, Start(EpochPlan(N, batch_size=8), 0, 0), Credit(0, 0, 0.0, [0])],
     "a place in other samples": [REGISTER, Start(EpochPlan(10 * N), 0, 0)],
     "no place": [REGISTER, Start(EpochPlan(N), 0, NOTHING)],
-    "a plan of other samples": [Preload(Start(EpochPlan(N + 1), 0, 0))],
-    "no plan": [Preload(NOTHING)],
+    "a plan of other samples": [Start(EpochPlan(N + 1), 0, 0)],
+    "no plan": [Start(NOTHING, 0, 0)],
 }
 
 
@@ -77,16 +75,10 @@ def test_a_client_that_sends_nonsense_is_dropped_alone(service: DataService, sen
     assert service.status()["clients"] == 2
 
 
-def test_a_client_that_announces_more_than_clients_send_is_dropped(service: DataService) -> None:
-    other = processes.reach(service.address.removeprefix("local:"))
-    os.write(other.fileno(), struct.pack("<QQ", 1 << 29, 0))
-    assert is_dropped(other)
-
-
 @pytest.mark.parametrize("said", [None, "hello", Hello(1, NOTHING)[:1]])
 def test_what_another_program_says_is_no_service(said: object) -> None:
     name = f"no-service-{os.getpid()}"
-    with socket.socket(socket.AF_UNIX) as other, ThreadPoolExecutor(1) as thread:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other, ThreadPoolExecutor(1) as thread:
         other.bind(f"\0{name}")
         other.listen()
 

@@ -181,7 +181,7 @@ def test_many_workers_are_asked_for_before_the_forkserver_listens() -> None:
         forkserver = ForkServer(never, spec.fileno(), prepares=False)
         os.kill(forkserver.pid, signal.SIGSTOP)
         forkserver.ask(range(2000))
-        assert forkserver.connection.unsent_nbytes == 0
+        assert not forkserver.connection.has_unsent
         assert forkserver.awaited == set(range(2000))
         forkserver.end()
 

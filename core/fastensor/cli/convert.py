@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -13,11 +12,9 @@ import torch
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.report import SaveReport
-from fastensor.checkpoint.tools.conversion.same_file import is_same_file
 from fastensor.checkpoint.tools.conversion.settings import ConvertSettings
 from fastensor.checkpoint.tools.conversion.sources import what_shares_memory
 from fastensor.checkpoint.tools.convert import convert_by
-from fastensor.cli.errors import wrong_arguments
 from fastensor.cli.output import OK, print_json, printable
 from fastensor.errors import FastensorError
 from fastensor.files.progress_bar import progress_bar
@@ -41,17 +38,16 @@ def container_for(target: str) -> Literal["huggingface"] | None:
 
 def run(source: str, target: str, settings: ConvertSettings, *, force: bool, json: bool) -> int:
     """Convert, unless that would destroy or lose something that was not given up."""
-    with wrong_arguments():
-        settings = settings.checked(target)
-        _check_target(source, target, force=force)
-        lost: list[str] = []
+    settings = settings.checked(target)
+    _check_target(target, force=force)
+    lost: list[str] = []
 
-        def check(names: Sequence[str], ties: Mapping[str, Sequence[Sequence[str]]]) -> None:
-            lost.extend(names)
-            _check_losses(source, lost, ties, settings)
+    def check(names: Sequence[str], ties: Mapping[str, Sequence[Sequence[str]]]) -> None:
+        lost.extend(names)
+        _check_losses(source, lost, ties, settings)
 
-        with progress_bar(printable(target)) as progress:
-            report = convert_by(source, target, replace(settings, drop=True), progress, check=check)
+    with progress_bar(printable(target)) as progress:
+        report = convert_by(source, target, replace(settings, drop=True), progress, check=check)
     if json:
         print_json({**asdict(report), "container": settings.container, "left_out": lost})
     else:
@@ -59,20 +55,13 @@ def run(source: str, target: str, settings: ConvertSettings, *, force: bool, jso
     return OK
 
 
-def _check_target(source: str, target: str, *, force: bool) -> None:
+def _check_target(target: str, *, force: bool) -> None:
     """
     Raises:
-        FastensorError: the target is the source, or in it; or it is there, and is not to be replaced.
+        FastensorError: the target is there, and is not to be replaced.
     """
-    if is_same_file(source, target) or _is_inside(target, source):
-        raise FastensorError(f"{target}: the target is the source, or in it; choose another target")
     if _holds_something(target) and not force:
         raise FastensorError(f"{target}: it is there already; --force replaces it, or choose another target")
-
-
-def _is_inside(target: str, source: str) -> bool:
-    """True if the target is a file in the directory of the source: one of its parts."""
-    return os.path.isdir(source) and os.path.exists(target) and Path(source).resolve() in Path(target).resolve().parents
 
 
 def _holds_something(target: str) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from json import loads
 from pathlib import Path
 from typing import Any
@@ -91,46 +90,29 @@ def _cell(entry: Entry, name: str) -> str:
     return f"{'*' if name == entry.best else ''}{human_seconds(timing.seconds)} ({timing.count})"
 
 
-@dataclass(frozen=True, slots=True)
-class _Listed:
-    path: Path
-    dictionary: Dictionary
-    machine: dict[str, str] = field(default_factory=dict)
-    error: str = ""
-
-
-def _all_files() -> Iterator[_Listed]:
+def show_all(*, json: bool) -> int:
+    """List all dictionaries."""
+    shown: list[dict[str, Any]] = []
+    rows = []
     for path in files_in(default_folder()):
         try:
-            yield _Listed(path, *read(path))
+            dictionary, machine = read(path)
         except FileNotFoundError:  # the file was removed, its lock or damaged copy was not
             continue
         except (OSError, DictionaryError) as error:
-            yield _Listed(path, Dictionary(), error=str(error))
-
-
-def show_all(*, json: bool) -> int:
-    """List all dictionaries."""
-    found = list(_all_files())
+            shown.append({"path": str(path), "error": str(error)})
+            rows.append([path.name, "0", "0", str(error)])
+            continue
+        shown.append(_as_json(path, dictionary, machine))
+        rows.append([path.name, str(len(dictionary)), str(_measured(dictionary)), _facts(machine)])
     if json:
-        print_json(
-            [
-                {"path": str(one.path), "error": one.error}
-                if one.error
-                else _as_json(one.path, one.dictionary, one.machine)
-                for one in found
-            ]
-        )
-    elif found:
-        rows = [
-            [one.path.name, str(len(one.dictionary)), str(_measured(one.dictionary)), one.error or _facts(one.machine)]
-            for one in found
-        ]
+        print_json(shown)
+    elif rows:
         print(printable(f"Dictionaries in {default_folder()}:"))
         print_table(["file", "sizes", "measurements", "machine"], rows, right=(1, 2))
     else:
         print(printable(f"There are no dictionaries in {default_folder()}"))
-    return FAILED if any(one.error for one in found) else OK
+    return FAILED if any("error" in one for one in shown) else OK
 
 
 def _measured(dictionary: Dictionary) -> int:

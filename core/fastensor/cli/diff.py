@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import asdict
 
 from fastensor.checkpoint.tools.diff import Difference, diff
-from fastensor.cli.errors import wrong_arguments
 from fastensor.cli.output import FAILED, OK, print_json, print_table, printable, without_middle
 from fastensor.files.progress_bar import progress_bar
 from fastensor.files.words import counted
@@ -20,7 +20,7 @@ _STYLES = {"only in A": "red", "only in B": "green", "differs": "yellow"}
 
 def run(first: str, second: str, *, rtol: float, atol: float, values: bool, everything: bool, json: bool) -> int:
     """Compare two checkpoints."""
-    with wrong_arguments(), progress_bar("comparing") as progress:
+    with progress_bar("comparing") as progress:
         found = diff(first, second, rtol=rtol, atol=atol, values=values, progress=progress)
     if json:
         shown = asdict(found)
@@ -51,11 +51,9 @@ def _print(found: Difference, *, everything: bool, values: bool) -> None:
         ["differs", name, f"{short(first, _VALUE)} in A, {short(second, _VALUE)} in B"]
         for name, (first, second) in found.others.items()
     ]
-    shown = [[how, short(name, _NAME), what] for how, name, what in (rows if everything else rows[:_MANY])]
-    if shown:
-        print_table(["", "name", ""], shown, styles=_STYLES)
-    if len(rows) > len(shown):
-        print(f"and {len(rows) - len(shown)} more, which --all shows")
+    if rows:
+        shown = [[how, short(name, _NAME), what] for how, name, what in rows]
+        print_table(["", "name", ""], shown, styles=_STYLES, most=sys.maxsize if everything else _MANY)
     for name in found.not_compared:
         print(printable(f"not compared: {name}, which is no checkpoint"))
     how = "" if values else " (values were not compared)"

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 
-import torch
-
+from fastensor.cli.checkup import Advice, measurement, software
 from fastensor.cli.checkup import folder as folders
-from fastensor.cli.checkup import measurement, software
-from fastensor.cli.checkup.advice import Advice
 from fastensor.cli.checkup.folder import Folder
 from fastensor.cli.checkup.measurement import BackendState, Chosen, Speed
-from fastensor.cli.checkup.printing import leaving_on_sigterm, measured, print_choices, speed_row, speed_table
+from fastensor.cli.checkup.printing import leaving_on_sigterm, measured, print_choices, print_speeds
 from fastensor.cli.checkup.software import Cuda, Gds, KvikioState, Software
 from fastensor.cli.output import (
     FAILED,
     OK,
-    GrowingTable,
     print_json,
     print_styled,
     print_table,
@@ -30,7 +28,6 @@ from fastensor.select.dictionary import DictionaryError
 from fastensor.select.files import file_for, read
 
 VERSION = 1
-_FACT_WIDTH = len("page cache")
 _STYLES = {"error": "bold red", "warning": "yellow"}
 
 
@@ -70,118 +67,85 @@ class Checkup:
 
 
 def run(path: str, sizes: Sequence[int], *, quick: bool, json: bool) -> int:
-    """Check all up, and print each part when it is known; as JSON, when all is."""
-    found = _check_up(path, sizes, _Silence() if json else _Printer(), quick=quick)
+    """Check all up. What is here is printed before anything is measured; as JSON, all is printed in the end."""
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__)  # says which library ends the interpreter, if one does
+    found = _look(path)
+    if not json:
+        _print_what_is_here(found)
+    found = _measured(found, path, sizes, quick=quick)
     if json:
         print_json(asdict(found))
+    else:
+        _print_the_rest(found)
     return FAILED if any(one.level == "error" for one in found.advice) else OK
 
 
-class _Silence:
-    """Prints nothing of what is found."""
-
-    def facts(self, rows: Mapping[str, str]) -> None:
-        """Rows of the first table."""
-
-    def backends(self, states: Sequence[BackendState]) -> None:
-        """The table of backends."""
-
-    def measures(self, names: Sequence[str]) -> None:
-        """The speeds of these backends come next."""
-
-    def speed(self, speed: Speed) -> None:
-        """The speed of one backend for one size."""
-
-    def end(self, choices: Sequence[Chosen], advice: Sequence[Advice]) -> None:
-        """Take the choices of ``backend="auto"``, and the advice."""
-
-
-class _Printer(_Silence):
-    """Prints what is found."""
-
-    def __init__(self) -> None:
-        self._facts = GrowingTable(["what", "found"], [_FACT_WIDTH, 0])
-        self._speeds: GrowingTable | None = None
-
-    def facts(self, rows: Mapping[str, str]) -> None:
-        for name, text in rows.items():
-            if text:
-                self._facts.add([name, text])
-
-    def backends(self, states: Sequence[BackendState]) -> None:
-        print()
-        rows = [[state.name, "yes" if state.available else f"no: {state.reason}"] for state in states]
-        print_table(["backend", "available"], rows)
-
-    def measures(self, names: Sequence[str]) -> None:
-        print()
-        self._speeds = speed_table(names)
-
-    def speed(self, speed: Speed) -> None:
-        assert self._speeds is not None
-        self._speeds.add(speed_row(speed))
-
-    def end(self, choices: Sequence[Chosen], advice: Sequence[Advice]) -> None:
-        if choices:
-            print()
-            print_choices(choices)
-        if advice:
-            print()
-        for one in advice:
-            level, _, rest = str(one).partition(":")
-            print_styled((level, _STYLES.get(level, "")), (printable(f":{rest}"), ""))
-
-
-def _check_up(path: str, sizes: Sequence[int], out: _Silence, *, quick: bool) -> Checkup:
-    versions = software.find_software()
-    out.facts(software.versions(versions))
-    kvikio, gds = software.find_kvikio()
+def _look(path: str) -> Checkup:
+    """Everything that is known without measuring."""
     cuda = software.find_cuda()
-    out.facts(software.devices(cuda, kvikio, gds))
-    if cuda.devices:
-        with suppress(RuntimeError, AssertionError):  # gds will say that it is not available, and why
-            torch.cuda.init()  # type: ignore[no-untyped-call]  # torch gives it no types
-    folder = folders.examine(path)
-    dictionary = _dictionary_state(path)
-    out.facts({**folders.facts(folder), "dictionary": _describe(dictionary)})
-    states = measurement.backend_states()
-    out.backends(states)
-    names = [state.name for state in states if state.available]
-    possible = sizes if folder.space is None else measurement.fitting(sizes, folder.space.free_nbytes)
-    speeds = () if quick or folder.error else _measure(path, possible, names, out)
-    choices = measurement.choices_for(path, possible or sizes, measurement.contenders(names))
-    advice = [
-        *folders.advise(folder),
-        *software.advise(kvikio, gds),
-        *measurement.advise(folder.path, states, speeds, choices),
-    ]
-    advice.sort(key=lambda one: one.level != "error")
-    out.end(choices, advice)
+    kvikio, gds = software.find_kvikio()
     return Checkup(
         version=VERSION,
-        software=versions,
+        software=software.find_software(),
         cuda=cuda,
         kvikio=kvikio,
         gds=gds,
-        folder=folder,
-        backends=states,
-        speeds=speeds,
-        dictionary=dictionary,
-        choices=choices,
-        advice=tuple(advice),
+        folder=folders.examine(path),
+        backends=measurement.backend_states(),
+        speeds=(),
+        dictionary=_dictionary_state(path),
+        choices=(),
+        advice=(),
     )
 
 
-def _measure(path: str, sizes: Sequence[int], names: Sequence[str], out: _Silence) -> tuple[Speed, ...]:
-    speeds = []
-    if sizes and names:
-        out.measures(names)
+def _measured(found: Checkup, path: str, sizes: Sequence[int], *, quick: bool) -> Checkup:
+    """Add the speeds, and what follows from all."""
+    folder = found.folder
+    names = [state.name for state in found.backends if state.available]
+    possible = sizes if folder.space is None else measurement.fitting(sizes, folder.space.free_nbytes)
+    speeds = () if quick or folder.error else _measure(path, possible, names)
+    choices = measurement.choices_for(path, possible or sizes, measurement.contenders(names))
+    advice = [
+        *folders.advise(folder),
+        *software.advise(found.kvikio, found.gds),
+        *measurement.advise(folder.path, found.backends, speeds, choices),
+    ]
+    advice.sort(key=lambda one: one.level != "error")
+    return replace(found, speeds=speeds, choices=choices, advice=tuple(advice))
+
+
+def _measure(path: str, sizes: Sequence[int], names: Sequence[str]) -> tuple[Speed, ...]:
     with _unlogged(), leaving_on_sigterm():
-        for nbytes in sizes:
-            for rounds in measured(path, nbytes, names):
-                speeds.append(measurement.summary(rounds))
-                out.speed(speeds[-1])
-    return tuple(speeds)
+        return tuple(measurement.summary(rounds) for nbytes in sizes for rounds in measured(path, nbytes, names))
+
+
+def _print_what_is_here(found: Checkup) -> None:
+    facts = {
+        **software.versions(found.software),
+        **software.devices(found.cuda, found.kvikio, found.gds),
+        **folders.facts(found.folder),
+        "dictionary": _describe(found.dictionary),
+    }
+    print_table(["what", "found"], [[name, text] for name, text in facts.items() if text])
+    print()
+    rows = [[state.name, "yes" if state.available else f"no: {state.reason}"] for state in found.backends]
+    print_table(["backend", "available"], rows)
+
+
+def _print_the_rest(found: Checkup) -> None:
+    if found.speeds:
+        print()
+        print_speeds(found.speeds)
+    if found.choices:
+        print()
+        print_choices(found.choices)
+    if found.advice:
+        print()
+    for one in found.advice:
+        level, _, rest = str(one).partition(":")
+        print_styled((level, _STYLES.get(level, "")), (printable(f":{rest}"), ""))
 
 
 def _dictionary_state(path: str) -> DictionaryState:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-
-import typer
+from collections.abc import Callable
+from contextlib import suppress
 
 from fastensor.cli.output import FAILED, USAGE, print_json, printable
-from fastensor.errors import FastensorError, UnknownBackendError
+from fastensor.errors import UnknownBackendError
 
 _FLAGS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"metadata and checksums=False": "--metadata and --no-checksums",
@@ -58,14 +56,3 @@ def print_error(message: str, *, json: bool = False) -> None:
     if json:
         with suppress(OSError):  # the message may be that standard output cannot be written
             print_json({"error": message})
-
-
-@contextmanager
-def wrong_arguments() -> Iterator[None]:
-    """Show what the library says about its arguments as it is shown for the arguments of a command."""
-    try:
-        yield
-    except FastensorError:
-        raise
-    except ValueError as error:
-        raise typer.BadParameter(in_flags(str(error))) from error

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from fastensor.checkpoint.models.names import resolve
@@ -21,17 +21,6 @@ _MANY = 200
 _GROUPS = ("tensors", "parameters", "dtype", "size")
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
-    """Tensors and values of a file that are shown."""
-
-    found: Inspection
-    tensors: list[TensorInfo]
-    others: Mapping[str, str]
-    depth: int | None
-    """By how many parts of their names tensors are summed up; None for each tensor."""
-
-
 def run(files: Sequence[str], *, keys: Sequence[str] | None, depth: int | None, everything: bool, json: bool) -> int:
     """Show what files hold."""
     shown: list[Any] = []
@@ -39,7 +28,7 @@ def run(files: Sequence[str], *, keys: Sequence[str] | None, depth: int | None, 
     for number, file in enumerate(files):
         try:
             found, failures = inspect_all(file)
-            view = _view(found, keys, depth)
+            chosen = _chosen(found, keys) if keys else found
         except (FastensorError, OSError) as error:
             print_error(str(error))
             shown.append({"path": file, "error": in_flags(str(error))})
@@ -50,25 +39,27 @@ def run(files: Sequence[str], *, keys: Sequence[str] | None, depth: int | None, 
             status = FAILED
         if json:
             errors = {"errors": [in_flags(str(failure)) for failure in failures]} if failures else {}
-            shown.append(_as_json(view) | errors)
+            shown.append(_as_json(chosen, depth) | errors)
         else:
             print("\n" if number else "", end="")
-            _print(view, most=sys.maxsize if everything else _MANY)
+            _print_head(found)
+            _print(chosen, depth, sys.maxsize if everything else _MANY)
     if json:
         print_json(shown[0] if len(files) == 1 else shown)
     return status
 
 
-def _view(found: Inspection, keys: Sequence[str] | None, depth: int | None) -> _View:
-    """Choose the tensors and values of a file whose keys match."""
-    if not keys:
-        return _View(found, [*found.tensors], found.others, depth)
+def _chosen(found: Inspection, keys: Sequence[str]) -> Inspection:
+    """The same file, with the tensors and values alone whose keys match."""
     leaves = [*(tensor.name for tensor in found.tensors), *found.others]
     within = {leaf: {leaf, *_branches_above(leaf)} for leaf in leaves}
     named = resolve(keys, [*leaves, *set().union(*within.values()).difference(leaves)], found.path)
     chosen = {leaf for leaf, names in within.items() if names & named}
-    tensors = [tensor for tensor in found.tensors if tensor.name in chosen]
-    return _View(found, tensors, {name: text for name, text in found.others.items() if name in chosen}, depth)
+    return replace(
+        found,
+        tensors=tuple(tensor for tensor in found.tensors if tensor.name in chosen),
+        others={name: text for name, text in found.others.items() if name in chosen},
+    )
 
 
 def _branches_above(name: str) -> Iterator[str]:
@@ -79,27 +70,26 @@ def _branches_above(name: str) -> Iterator[str]:
     return (name[:at] for at, character in enumerate(name) if character == ".")
 
 
-def _as_json(view: _View) -> dict[str, Any]:
-    found = view.found
-    described = [{**asdict(tensor), "dtype": dtype_name(tensor), "nbytes": tensor.nbytes} for tensor in view.tensors]
+def _as_json(found: Inspection, depth: int | None) -> dict[str, Any]:
+    described = [{**asdict(tensor), "dtype": dtype_name(tensor), "nbytes": tensor.nbytes} for tensor in found.tensors]
     shown = {
         "path": found.path,
         "container": found.container,
         "nbytes": found.nbytes,
         "checked": found.checked,
         "memory_nbytes": found.memory_bytes,
-        "totals": asdict(totals(view.tensors, found.ties)),
-        "dtypes": {name: asdict(one) for name, (one, _) in grouped(view.tensors, found.ties, dtype_name).items()},
+        "totals": asdict(totals(found.tensors, found.ties)),
+        "dtypes": {name: asdict(one) for name, (one, _) in grouped(found.tensors, found.ties, dtype_name).items()},
         "tensors": described,
-        "others": view.others,
+        "others": found.others,
         "metadata": dict(found.metadata),
         "ties": found.ties,
         "refused_by_weights_only": found.refused,
     }
     if found.files:
         shown["files"] = [_file_as_json(name, one) for name, one in found.files.items()]
-    if view.depth is not None:
-        shown["prefixes"] = {name: asdict(one) for name, (one, _) in _by_prefix(view, view.depth).items()}
+    if depth is not None:
+        shown["prefixes"] = {name: asdict(one) for name, (one, _) in _by_prefix(found, depth).items()}
     return shown
 
 
@@ -108,28 +98,27 @@ def _file_as_json(name: str, found: Inspection) -> dict[str, Any]:
     return {**shown, "totals": asdict(totals(found.tensors, found.ties)), "metadata": dict(found.metadata)}
 
 
-def _by_prefix(view: _View, depth: int) -> Any:
-    return grouped(view.tensors, view.found.ties, lambda tensor: prefix(tensor.name, depth))
+def _by_prefix(found: Inspection, depth: int) -> Any:
+    return grouped(found.tensors, found.ties, lambda tensor: prefix(tensor.name, depth))
 
 
-def _print(view: _View, *, most: int) -> None:
-    _print_head(view)
-    _print_files(view)
-    _print_tensors(view, most)
-    for title, texts in (("value", view.others), ("metadata", view.found.metadata)):
+def _print(found: Inspection, depth: int | None, most: int) -> None:
+    """Print all but the head."""
+    _print_files(found)
+    _print_tensors(found, depth, most)
+    for title, texts in (("value", found.others), ("metadata", found.metadata)):
         if texts:
             print()
-            _print_some([title, ""], [[_shortened(name, most), text] for name, text in texts.items()], most)
-    if view.found.ties or view.found.refused:
+            print_table([title, ""], [[_shortened(name, most), text] for name, text in texts.items()], most=most)
+    if found.ties or found.refused:
         print()
-    for names in view.found.ties:
+    for names in found.ties:
         print(printable(f"share memory: {', '.join(names)}"))
-    if view.found.refused:
-        print(printable(f"weights_only=True refuses: {', '.join(view.found.refused)}"))
+    if found.refused:
+        print(printable(f"weights_only=True refuses: {', '.join(found.refused)}"))
 
 
-def _print_head(view: _View) -> None:
-    found = view.found
+def _print_head(found: Inspection) -> None:
     checked = "with checksums" if found.checked else "without checksums"
     print_styled((printable(found.path), "bold"), (f": {found.container}, {human_size(found.nbytes)}, {checked}", ""))
     all_of_it = totals(found.tensors, found.ties)
@@ -140,9 +129,9 @@ def _print_head(view: _View) -> None:
     )
 
 
-def _print_files(view: _View) -> None:
+def _print_files(found: Inspection) -> None:
     """The files of a folder."""
-    if not view.found.files:
+    if not found.files:
         return
     print()
     table = [
@@ -153,32 +142,32 @@ def _print_files(view: _View) -> None:
             human_size(one.nbytes),
             "checksums" if one.checked else "no checksums",
         ]
-        for name, one in view.found.files.items()
+        for name, one in found.files.items()
     ]
     print_table(["file", "container", "tensors", "size", ""], table, right=(2, 3))
 
 
-def _print_tensors(view: _View, most: int) -> None:
-    ties = view.found.ties
-    dtypes = grouped(view.tensors, ties, dtype_name)
+def _print_tensors(found: Inspection, depth: int | None, most: int) -> None:
+    ties = found.ties
+    dtypes = grouped(found.tensors, ties, dtype_name)
     if len(dtypes) > 1:
         print()
         table = [
             [name, str(one.tensors), f"{one.parameters:,}", human_size(one.nbytes)] for name, (one, _) in dtypes.items()
         ]
         print_table(["dtype", "tensors", "parameters", "size"], table, right=(1, 2, 3))
-    if not view.tensors:
+    if not found.tensors:
         return
     print()
-    if view.depth is not None:
-        _print_some(["prefix", *_GROUPS], rows(_by_prefix(view, view.depth)), most, right=(1, 2, 4))
-    elif len(view.tensors) > most:
-        names = patterns(view.tensors)
-        found = grouped(view.tensors, ties, lambda tensor: names[tensor.name])
-        _print_some(["names", *_GROUPS], rows(found), most, right=(1, 2, 4))
+    if depth is not None:
+        print_table(["prefix", *_GROUPS], rows(_by_prefix(found, depth)), right=(1, 2, 4), most=most)
+    elif len(found.tensors) > most:
+        names = patterns(found.tensors)
+        groups = grouped(found.tensors, ties, lambda tensor: names[tensor.name])
+        print_table(["names", *_GROUPS], rows(groups), right=(1, 2, 4), most=most)
         print("\n--all shows each tensor; --depth N sums up by prefix; --key PATTERN shows those that match")
     else:
-        _print_each(view.tensors, most)
+        _print_each(found.tensors, most)
 
 
 def _print_each(tensors: Sequence[TensorInfo], most: int) -> None:
@@ -199,9 +188,3 @@ def _print_each(tensors: Sequence[TensorInfo], most: int) -> None:
 def _shortened(name: str, most: int) -> str:
     """A name as far as there is room for it, or all of it if everything is to be shown."""
     return name if most > _MANY else without_middle(name)
-
-
-def _print_some(header: list[str], table: list[list[str]], most: int, right: Sequence[int] = ()) -> None:
-    print_table(header, table[:most], right=right)
-    if len(table) > most:
-        print(f"and {len(table) - most} more, which --all shows")

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import io
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 from typer.main import get_command
 
-from fastensor.cli.commands import checkpoints, datasets, dictionaries, machine, options, services
-from fastensor.cli.errors import print_error, status_of
-from fastensor.cli.output import FAILED, INTERRUPTED
-from fastensor.errors import FastensorError
-from fastensor.files.printed import is_output_closed, output_errors
+from fastensor.cli.app import NAME, app
+from fastensor.cli.commands import checkpoints, datasets, dictionaries, machine, services  # noqa: F401  # adds them
+from fastensor.cli.output import FAILED
+from fastensor.files.printed import output_errors
 from fastensor.version import VERSION
 
 _STATUSES = (
@@ -24,45 +21,6 @@ _STATUSES = (
     "if a file has no checksums to verify; 4 if a file is intact, but names code that torch does not allow; 130 if "
     "interrupted; 141 if whatever read the output has closed it, as head does."
 )
-_NAME = "fastensor"
-
-
-class _Group(TyperGroup):
-    """Runs the command, and leaves with its status."""
-
-    def make_context(self, *args: Any, **extra: Any) -> Any:
-        # Here it prints help and the version. Typer has a status of its own for a closed pipe.
-        with output_errors(_NAME):
-            return super().make_context(*args, **extra)
-
-    def invoke(self, ctx: Any) -> Any:
-        with output_errors(_NAME):
-            raise typer.Exit(self._status(ctx))
-
-    def _status(self, ctx: Any) -> Any:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the tables show the same
-                return super().invoke(ctx)
-        except (FastensorError, OSError, ValueError) as error:
-            if isinstance(error, BrokenPipeError) and is_output_closed():
-                raise
-            print_error(str(error), json=options.wants_json(ctx))
-            return status_of(error)
-        except KeyboardInterrupt:
-            return INTERRUPTED
-
-
-app = typer.Typer(
-    name=_NAME,
-    cls=_Group,
-    no_args_is_help=False,
-    rich_markup_mode=None,  # boxes take half of the time that help may take, and cannot be searched
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for _add in (checkpoints.add_to, dictionaries.add_to, machine.add_to, datasets.add_to, services.add_to):
-    _add(app)
 
 
 def _show_version(wanted: bool) -> None:
@@ -106,10 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names may hold characters that the encoding lacks
     try:
-        with output_errors(_NAME):
+        with output_errors(NAME):
             command: Any = get_command(app)
             _spare_coercion(command)
-            command.main(None if arguments is None else [*arguments], prog_name=_NAME)
+            command.main(None if arguments is None else [*arguments], prog_name=NAME)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else FAILED
     return FAILED

@@ -17,6 +17,7 @@ def print_table(
     *,
     right: Sequence[int] = (),
     styles: Mapping[str, str] = _NO_STYLES,
+    most: int = sys.maxsize,
 ) -> None:
     """Print rows under a head, columns aligned.
 
@@ -25,46 +26,19 @@ def print_table(
         rows: one text for each column.
         right: numbers of the columns that are aligned to the right.
         styles: styles of Rich by the texts of cells.
+        most: how many rows are printed. A line says how many more ``--all`` shows.
     """
-    widths = [max(len(printable(row[column])) for row in (head, *rows)) for column in range(len(head))]
-    table = GrowingTable(head, widths, right=right, styles=styles)
-    for row in rows:
-        table.add(row)
-
-
-class GrowingTable:
-    """A table whose rows are printed as they come. The head has been printed when it is made.
-
-    Args:
-        head: titles of the columns.
-        widths: of the columns, in characters. A text that is longer moves what follows it.
-        right, styles: as for :func:`print_table`.
-    """
-
-    def __init__(
-        self,
-        head: Sequence[str],
-        widths: Sequence[int],
-        *,
-        right: Sequence[int] = (),
-        styles: Mapping[str, str] = _NO_STYLES,
-    ) -> None:
-        self._widths = [max(width, len(title)) for width, title in zip(widths, head, strict=True)]
-        self._right = right
-        self._styles = styles
-        self._print(head, ["bold"] * len(head))
-
-    def add(self, row: Sequence[str]) -> None:
-        """Print a row."""
-        self._print(row, [self._styles.get(text, "") for text in row])
-        sys.stdout.flush()
-
-    def _print(self, row: Sequence[str], styles: Sequence[str]) -> None:
-        pieces = []
-        for column, (text, width) in enumerate(zip(map(printable, row), self._widths, strict=True)):
-            cell = text.rjust(width) if column in self._right else text.ljust(width)
-            pieces.append((cell if column == len(row) - 1 else f"{cell}  ", styles[column]))
-        print_styled(*pieces)
+    texts = [[*map(printable, row)] for row in (head, *rows[:most])]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    for row in texts:
+        cells = [
+            text.rjust(width) if column in right else text.ljust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        of_row = ["bold"] * len(head) if row is texts[0] else [styles.get(text, "") for text in row]
+        print_styled(*zip([*(f"{cell}  " for cell in cells[:-1]), cells[-1]], of_row, strict=True))
+    if len(rows) > most:
+        print(f"and {len(rows) - most} more, which --all shows")
 
 
 def print_styled(*pieces: tuple[str, str]) -> None:

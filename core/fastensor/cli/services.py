@@ -215,7 +215,7 @@ class _Supervisor(LocalServer[LocalClient]):
     """Tells who connects the address of a service, until somebody says that it is to end."""
 
     def __init__(self, address: str) -> None:
-        listener = socket.socket(socket.AF_UNIX)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(f"\0{_PREFIX}{hashlib.blake2b(address.encode(), digest_size=8).hexdigest()}")
         listener.listen()
         super().__init__(listener, LocalClient, greeting=address)

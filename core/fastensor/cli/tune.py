@@ -16,7 +16,7 @@ from fastensor.cli.checkup.measurement import (
     summary,
     time_torch_save,
 )
-from fastensor.cli.checkup.printing import leaving_on_sigterm, measured, print_choices, speed_row, speed_table
+from fastensor.cli.checkup.printing import leaving_on_sigterm, measured, print_choices, print_speeds
 from fastensor.cli.output import FAILED, OK
 from fastensor.errors import FastensorError
 from fastensor.select import torch_save
@@ -32,17 +32,18 @@ def run(path: str, sizes: Sequence[int]) -> int:
         raise FastensorError(f"{folder.path}: {folder.error or 'its free space is not known'}")
     names = contenders(available_names())
     possible = fitting(sizes, folder.space.free_nbytes)
-    table = speed_table([*names, torch_save.NAME])
+    speeds: list[Speed] = []
     changes: list[Change] = []
     compared: list[Change] = []
     with leaving_on_sigterm():
         for nbytes in possible:
             for rounds in measured(path, nbytes, names):
-                table.add(speed_row(summary(rounds)))
+                speeds.append(summary(rounds))
                 changes += learned(rounds)
             speed, seconds = _time_torch_save(path, nbytes)
-            table.add(speed_row(speed))
+            speeds.append(speed)
             compared += torch_save.learned(nbytes, seconds)
+    print_speeds(speeds)
     if not changes:
         return FAILED
     file = file_for(path)

@@ -46,29 +46,23 @@ def kept_or_built(
         OSError: the data cannot be read, or the sidecar cannot be written and has to be.
     """
     places = _places(snapshot.path, name, sidecar)
-    for place in places:
-        found = _kept(place, snapshot, name)
-        if found is not None:
-            return found, place
-    failures = []
-    for place in places:
+    for path in places:
+        if (kept := _kept(path, snapshot, name)) is not None:
+            return kept, path
+    failure: OSError | None = None
+    for place in (*places, None):
         try:
-            found = _build_at(place, fd, snapshot, name, progress)
+            built = _built(place, fd, snapshot, name, progress)
         except OSError as error:
-            if sidecar != "auto":
+            if sidecar != "auto" or place is None:
                 raise
-            failures.append(error)
-            continue
-        if failures:
-            _say_once(f"{snapshot.path}: its index is kept as {place}, because it cannot be kept beside: {failures[0]}")
-        return found, place
-    if failures:
-        _say_once(f"{snapshot.path}: its index is kept in memory, and built by each process: {failures[-1]}")
-    memory = os.memfd_create("fastensor-index", os.MFD_CLOEXEC)
-    try:
-        return _build(memory, fd, snapshot, name, progress), None
-    finally:
-        os.close(memory)
+            failure = error
+        else:
+            break
+    if failure is not None:
+        where = f"as {place}" if place is not None else "in memory, and built by each process"
+        _say_once(f"{snapshot.path}: its index is kept {where}, because it cannot be kept beside: {failure}")
+    return built, place
 
 
 def _places(path: str, name: bytes | None, sidecar: Sidecar) -> list[str]:
@@ -92,9 +86,13 @@ def _kept(place: str, snapshot: DatabaseSnapshot, name: bytes | None) -> Columns
         return None
 
 
-def _build_at(
-    place: str, fd: int, snapshot: DatabaseSnapshot, name: bytes | None, progress: Progress | None
+def _built(
+    place: str | None, fd: int, snapshot: DatabaseSnapshot, name: bytes | None, progress: Progress | None
 ) -> Columns:
+    """The index, read from the data, and kept in a sidecar or in memory."""
+    if place is None:
+        with os.fdopen(os.memfd_create("fastensor-index", os.MFD_CLOEXEC), "wb") as memory:
+            return _build(memory.fileno(), fd, snapshot, name, progress)
     os.makedirs(os.path.dirname(place), mode=0o700, exist_ok=True)
     with snapshots.naming(place), NewFile(place) as new:
         columns = _build(new.fd, fd, snapshot, name, progress)

@@ -31,6 +31,10 @@ class Extents:
     def __len__(self) -> int:
         return len(self.offsets)
 
+    def at(self, where: slice | Integers) -> Extents:
+        """Some of them, by their positions."""
+        return Extents(self.offsets[where], self.lengths[where])
+
 
 @checks_keywords
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""Messages between two processes of one user on one machine, over a Unix socket: objects, bytes and file descriptors.
+"""Messages between two processes of one user on one machine, over a Unix socket: objects and file descriptors.
+
+A message is one packet of the kernel (``SOCK_SEQPACKET``), so it is there as a whole, or not at all. One that is too
+long for a packet is in memory whose descriptor is sent in its place.
 
 Objects are pickled. So each end has to know that the other one belongs to the same user before it receives anything:
 :func:`fastensor.data.processes.reach` and :class:`fastensor.data.serving.LocalServer` ask the kernel. A user's own
@@ -17,20 +20,18 @@ import time
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import numpy as np
+from fastensor.data.ring import mapped, shared_memory
 
-Bytes: TypeAlias = bytes | bytearray | memoryview
-
-_HEAD = struct.Struct("<QQ")
-"""Bytes of the pickled object, and of the bytes behind it."""
-_LONGEST_NBYTES = 8 << 30
-"""A value of LMDB has less than 4 GiB."""
-_ONE_FD_NBYTES = socket.CMSG_SPACE(array("i").itemsize)
+_PACKET_NBYTES = 64 << 10
+"""The kernel takes packets of 208 KiB at most, unless it is told otherwise (``net.core.wmem_default``)."""
+_IN_MEMORY = b"\0"
+"""The packet of a message that is in memory. No pickle begins like that."""
+_FDS_NBYTES = socket.CMSG_SPACE(2 * array("i").itemsize)
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """The errors of accepting somebody for whom no descriptor is free, or no memory. A listener stays readable then."""
@@ -40,8 +41,6 @@ class Message(NamedTuple):
     """A message that was received."""
 
     content: Any
-    body: memoryview
-    """Bytes that came along."""
     fd: int | None
     """A descriptor that came along. It belongs to the receiver."""
 
@@ -56,28 +55,20 @@ class Connection:
     Only :meth:`wait` waits for the other process. What the kernel does not take at once, :meth:`send` keeps, and
     :meth:`flush` or :meth:`wait` sends later. So two processes that send to each other cannot block each other.
 
-    After an interrupt within a method (``KeyboardInterrupt``), half a message may have come or gone: close it.
+    After an interrupt within a method (``KeyboardInterrupt``), a message may be lost: close it.
 
     Args:
-        endpoint: a connected socket. It belongs to the connection.
+        endpoint: a connected socket of packets. It belongs to the connection.
     """
 
     def __init__(self, endpoint: socket.socket) -> None:
         endpoint.setblocking(False)
         self._socket = endpoint
-        self.longest_nbytes = _LONGEST_NBYTES
-        """The other end counts as lost if it announces a longer message."""
         self._hang_up = weakref.finalize(self, _hang_up, endpoint, os.getpid())
         self._hang_up.atexit = False  # the kernel closes it then
-        self._unsent: deque[tuple[memoryview, int | None]] = deque()
-        """Bytes that the kernel has not taken, and a descriptor that goes with them."""
-        self._head = bytearray(_HEAD.size)
-        self._pickled_nbytes = 0
-        self._into: memoryview | None = None
-        """Body of the message that is arriving; None while its head is."""
-        self._filled = 0
-        """Bytes of that, or of the head, that have arrived."""
-        self._fd: int | None = None
+        self._unsent: deque[tuple[bytes, list[int]]] = deque()
+        """Packets that the kernel has not taken, and descriptors that go with them."""
+        self._packet = bytearray(_PACKET_NBYTES)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -86,11 +77,8 @@ class Connection:
         """End the connection: the other process finds it lost, even while forked children have copies of the socket. In
         a forked child, only the child's copy is closed. A second call does nothing."""
         self._hang_up()
-        for _, fd in self._unsent:
-            _close(fd)
-        self._unsent.clear()
-        _close(self._fd)
-        self._fd = None
+        while self._unsent:
+            _close(self._unsent.popleft()[1])
 
     @property
     def peer(self) -> tuple[int, int]:
@@ -100,31 +88,35 @@ class Connection:
         return pid, uid
 
     @property
-    def unsent_nbytes(self) -> int:
-        """Bytes that the kernel has not taken yet."""
-        return sum(len(piece) for piece, _ in self._unsent)
+    def has_unsent(self) -> bool:
+        """True if there are messages that the kernel has not taken yet."""
+        return bool(self._unsent)
 
-    def send(self, content: object, body: Bytes = b"", *, fd: int | None = None) -> None:
-        """Send a message, or as much of it as the kernel takes.
+    def send(self, content: object, *, fd: int | None = None) -> None:
+        """Send a message, or keep it until the kernel takes it.
 
         Args:
             content: pickled.
-            body: bytes that go along as they are. They must not change until :attr:`unsent_nbytes` is 0.
             fd: a descriptor to send along. The caller keeps ownership, and may close it.
 
         Raises:
             ConnectionLost: the other process has ended; or no descriptor is free, and the connection ends.
         """
-        pickled = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
+        packet = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
+        fds: list[int] = []
         try:
-            copy = None if fd is None else os.dup(fd)
+            if len(packet) > _PACKET_NBYTES:
+                memory_fd, memory = shared_memory("fastensor-message", len(packet))
+                fds.append(memory_fd)
+                memory[:], packet = packet, _IN_MEMORY
+            if fd is not None:
+                fds.append(os.dup(fd))
         except OSError as error:
+            _close(fds)
             with suppress(OSError):  # the other end is closed already
                 self._socket.shutdown(socket.SHUT_RDWR)
             raise ConnectionLost(f"a descriptor could not be sent: {error}") from error
-        self._unsent.append((memoryview(_HEAD.pack(len(pickled), len(body)) + pickled), copy))
-        if body:
-            self._unsent.append((memoryview(body), None))
+        self._unsent.append((packet, fds))
         self.flush()
 
     def flush(self) -> None:
@@ -134,45 +126,41 @@ class Connection:
             ConnectionLost: the other process has ended.
         """
         while self._unsent:
-            piece, fd = self._unsent[0]
+            packet, fds = self._unsent[0]
             try:
-                sent = socket.send_fds(self._socket, [piece], [fd]) if fd is not None else self._socket.send(piece)
+                socket.send_fds(self._socket, [packet], fds)
             except BlockingIOError:
                 return
             except OSError as error:
                 raise ConnectionLost(str(error)) from error
-            self._unsent[0] = piece[sent:], None
-            _close(fd)
-            if sent == len(piece):
-                self._unsent.popleft()
+            self._unsent.popleft()
+            _close(fds)
 
     def receive(self) -> Message | None:
-        """The next message, if all of it has arrived.
+        """The next message, if one has arrived.
 
         Raises:
             ConnectionLost: the other process has ended, or what came is no message.
-            MemoryError: there is no memory for the message.
         """
-        while True:
-            into = memoryview(self._head) if self._into is None else self._into
-            if self._filled < len(into) and not self._fill(into[self._filled :]):
-                return None
-            if self._filled < len(into):
-                continue
-            self._filled = 0
-            if self._into is None:
-                self._pickled_nbytes, nbytes = _HEAD.unpack(self._head)
-                if self._pickled_nbytes + nbytes > self.longest_nbytes:
-                    raise ConnectionLost(f"it sent a message of {self._pickled_nbytes + nbytes} bytes")
-                # unlike a bytearray, it takes memory only as it is filled: who claims much has sent nothing yet
-                self._into = np.empty(self._pickled_nbytes + nbytes, np.uint8).data
-                continue
-            try:
-                content = pickle.loads(into[: self._pickled_nbytes])
-            except Exception as error:
-                raise ConnectionLost(f"what it sent is no message: {error}") from error
-            self._into, fd, self._fd = None, self._fd, None
-            return Message(content, into[self._pickled_nbytes :], fd)
+        try:
+            nbytes, ancillary, flags, _ = self._socket.recvmsg_into(
+                [self._packet], _FDS_NBYTES, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:  # said once, ahead of messages that have arrived before the other end was closed
+            return self.receive()
+        except OSError as error:
+            raise ConnectionLost(str(error)) from error
+        fds = [fd for _, _, data in ancillary for fd in array("i", data)]
+        try:
+            if flags & socket.MSG_CTRUNC:
+                raise ConnectionLost("a descriptor that came could not be received: too many files are open")
+            content = _content(self._packet[:nbytes], fds)
+        except ConnectionLost:
+            _close(fds)
+            raise
+        return Message(content, fds[0] if fds else None)
 
     def arrived(self) -> Iterator[Message]:
         """The messages that have arrived. Sends what was not sent yet.
@@ -214,50 +202,20 @@ class Connection:
                 return True
             self.flush()
 
-    def _fill(self, room: memoryview) -> bool:
-        """Receive some bytes; False if none have arrived."""
-        try:
-            count, ancillary, flags, _ = self._socket.recvmsg_into([room], _ONE_FD_NBYTES, socket.MSG_CMSG_CLOEXEC)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise ConnectionLost(str(error)) from error
-        for level, kind, data in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._keep(array("i", data))
-        if flags & socket.MSG_CTRUNC:
-            raise ConnectionLost("a descriptor that came could not be received: too many files are open")
-        if count == 0:
-            raise ConnectionLost("the other end is closed")
-        self._filled += count
-        return True
-
-    def _keep(self, fds: array[int]) -> None:
-        """Keep a descriptor that has come.
-
-        Raises:
-            ConnectionLost: these are several. They are closed.
-        """
-        _close(self._fd)
-        self._fd = fds[0] if len(fds) == 1 else None
-        if len(fds) > 1:
-            for fd in fds:
-                _close(fd)
-            raise ConnectionLost(f"it sent {len(fds)} descriptors at once")
-
 
 class Conversation:
-    """A block that talks over a connection, and says in its own words that this was lost.
+    """A block that talks over a connection, and says in its own words that this was lost, or that memory that has come
+    cannot be mapped.
 
     No generator: since Python 3.12, an exception that a generator's context manager replaces is in a reference cycle
     with the frames of all callers. So what they hold would stay until Python's garbage collector runs.
 
     Args:
         failed: makes what is raised of the loss.
-        closes: is closed by what interrupts the block: half a message may have come or gone.
+        closes: is closed by what interrupts the block: a message may be lost.
     """
 
-    def __init__(self, failed: Callable[[ConnectionLost], Exception], closes: Connection | None = None) -> None:
+    def __init__(self, failed: Callable[[Exception], Exception], closes: Connection | None = None) -> None:
         self._failed = failed
         self._closes = closes
 
@@ -269,8 +227,21 @@ class Conversation:
     ) -> None:
         if error is not None and self._closes is not None:
             self._closes.close()
-        if isinstance(error, ConnectionLost):
+        if isinstance(error, ConnectionLost | OSError):
             raise self._failed(error) from error
+
+
+def _content(packet: bytearray, fds: list[int]) -> Any:
+    """The content of a message. The descriptor of its memory is taken out of the ones that came."""
+    if not packet:
+        raise ConnectionLost("the other end is closed")
+    is_in_memory = packet == _IN_MEMORY
+    if len(fds) > 1 + is_in_memory:
+        raise ConnectionLost(f"it sent {len(fds)} descriptors at once")
+    try:
+        return pickle.loads(mapped(fds.pop(0)).data if is_in_memory else packet)
+    except Exception as error:
+        raise ConnectionLost(f"what it sent is no message: {error}") from error
 
 
 def _hang_up(endpoint: socket.socket, process: int) -> None:
@@ -280,6 +251,6 @@ def _hang_up(endpoint: socket.socket, process: int) -> None:
     endpoint.close()
 
 
-def _close(fd: int | None) -> None:
-    if fd is not None:
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
         os.close(fd)

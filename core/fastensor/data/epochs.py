@@ -90,11 +90,9 @@ class EpochLoader(ABC):
         """True if the batch that was to come counts as given out, when its iterator has raised an error."""
 
     def _goes_on(self, error: BaseException) -> bool:
-        """True if an iterator of :meth:`_batches_of` that has raised an error goes on with the batch after that one."""
+        """True if an iterator of :meth:`_batches_of` that has raised an error goes on with the batch after that one.
+        Otherwise, what the loader keeps of it is given up."""
         return False
-
-    def _give_up(self) -> None:  # noqa: B027  # most loaders keep nothing of an iterator
-        """An iterator of :meth:`_batches_of` has raised an error, and does not go on."""
 
     @property
     @abstractmethod
@@ -304,7 +302,6 @@ class Iteration(Iterator[Any]):
         """
         if not self._loader._goes_on(error):
             self._batches = None
-            self._loader._give_up()
         if self._loader._has_taken(error):
             self._loader._take(after)
 

@@ -17,7 +17,7 @@ from fastensor.data.pages import DUP_SORT, INTEGER_KEY, REVERSE_KEY, Ints, Tree,
 from fastensor.data.sidecar import Columns
 from fastensor.data.snapshot import DatabaseSnapshot, Pin
 from fastensor.data.walk import Progress
-from fastensor.errors import CorruptDatasetError, DatasetChangedError, UnknownKeyError
+from fastensor.errors import DatasetChangedError, UnknownKeyError
 from fastensor.files import posix
 from fastensor.files.arguments import checks_keywords
 from fastensor.files.shown import shown
@@ -207,17 +207,9 @@ class LmdbIndex:
 
     def _read(self, offset: int, nbytes: int) -> bytes:
         self._check_open()
-        try:  # not by naming(), which takes longer than this call
+        with snapshots.naming(self.path):
             data = os.pread(self._fd, nbytes, offset)
-            if len(data) < nbytes:
-                whole = bytearray(nbytes)
-                data = bytes(whole[: posix.read_fully(self._fd, memoryview(whole), offset)])
-        except OSError as error:
-            error.filename = self.path
-            raise
-        if len(data) < nbytes:
-            raise CorruptDatasetError(f"{self.path}: it ends before byte {offset + nbytes}: it was cut off")
-        return data
+            return data if len(data) == nbytes else posix.read_exactly(self._fd, offset, nbytes)
 
     def _check_open(self) -> None:
         if not self._closing.alive:

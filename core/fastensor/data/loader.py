@@ -166,12 +166,11 @@ class LmdbLoader(EpochLoader):
 
     def _goes_on(self, error: BaseException) -> bool:
         """A ``DataLoader`` goes on after an error of a sample. After Ctrl-C, or when a worker has ended, others may be
-        gone, or what comes from them incomplete."""
-        return isinstance(error, Exception) and (_BY_WORKER in str(error) or not self._has_workers)
-
-    def _give_up(self) -> None:
-        """With ``persistent_workers``, a ``DataLoader`` keeps its iterator, and workers that have ended with it."""
-        self._loader = self._made_loader()
+        gone, or what comes from them incomplete. With ``persistent_workers``, it would keep them."""
+        goes_on = isinstance(error, Exception) and (_BY_WORKER in str(error) or not self._has_workers)
+        if not goes_on:
+            self._loader = self._made_loader()
+        return goes_on
 
     @cached_property
     def _content(self) -> str:

@@ -248,19 +248,13 @@ def check_headers(pages: Pages, kind: int | tuple[int, ...], what: str) -> None:
         pages.require(flags & DIRTY == 0, "a transaction is writing it")
 
 
-class Nodes(NamedTuple):
-    """The nodes of pages, in the order of the pages and, on each, of the keys."""
+def nodes(pages: Pages) -> tuple[Ints, Ints, Ints]:
+    """The nodes of pages that are no LEAF2 pages, in the order of the pages and, on each, of the keys.
 
-    owner: Ints
-    """The position of the page that each node is on."""
-    starts: Ints
-    """Offset of each node in the block."""
-    ends: Ints
-    """End of each node's page in the block."""
+    Each node has the 8 bytes of its header on its page.
 
-
-def nodes(pages: Pages) -> Nodes:
-    """The nodes of pages that are no LEAF2 pages. Each node has the 8 bytes of its header on its page.
+    Returns:
+        for each the position of the page that it is on; its offset in the block; and the end of its page there.
 
     Raises:
         CorruptDatasetError: a page has more nodes than fit, or a pointer leads off the page.
@@ -282,20 +276,11 @@ def nodes(pages: Pages) -> Nodes:
     holds = (pointers >= upper[owner] + base) & (pointers + _NODE_HEADER_NBYTES <= spans)
     pages.require(holds, "a pointer leads off the page", owner)
     starts = pages.starts[owner]
-    return Nodes(owner, starts + pointers, starts + spans)
+    return owner, starts + pointers, starts + spans
 
 
-class Children(NamedTuple):
-    """The children of branch pages."""
-
-    owner: Ints
-    """The position of the page that each is a child of."""
-    pages: Ints
-    """The page numbers."""
-
-
-def children(pages: Pages) -> Children:
-    """The children of branch pages.
+def children(pages: Pages) -> tuple[Ints, Ints]:
+    """The children of branch pages: for each the position of the page that it is a child of, and its page number.
 
     Raises:
         CorruptDatasetError: a page has no child.
@@ -303,56 +288,41 @@ def children(pages: Pages) -> Children:
     owner, starts, _ = nodes(pages)
     pages.require(np.bincount(owner, minlength=len(pages.starts)) > 0, "a branch page without children")
     low, middle, high = (pages.block.u16(starts + offset) for offset in (0, 2, 4))
-    return Children(owner, low | middle << 16 | high << 32)
+    return owner, low | middle << 16 | high << 32
 
 
-class Keys(NamedTuple):
-    """The keys on pages of a tree of duplicates, where keys are the values of a database."""
+class Duplicates(NamedTuple):
+    """The values of keys that have several, in order. In their own trees and sub-pages, they are the keys."""
 
     owner: Ints
-    """The position of the page that each is on."""
+    """The position of the page that each is on; or, later, of the node of its key."""
     offsets: Ints
-    """Offset of each key, from the start of the block."""
+    """Offset of each, from the start of the block; or, later, of the file."""
     lengths: Ints
     """Their bytes."""
 
 
-def keys(pages: Pages) -> Keys:
+def keys(pages: Pages) -> Duplicates:
     """The keys on leaf pages or sub-pages, LEAF2 or not, in order.
 
     Raises:
-        CorruptDatasetError: a key is not all on its page.
+        CorruptDatasetError: a key is not all on its page, or some pages are packed and others are not.
     """
     pages.require(pages.spans >= pages.geometry.format.header_nbytes, "a sub-page is smaller than its header")
     packed = pages.flags & LEAF2 != 0
-    if not packed.any():
-        return _keys_of_nodes(pages)
-    if packed.all():
-        return _packed_keys(pages)
-    # Sub-pages of one database are all packed or none is, unless somebody means harm: the order is kept all the same.
-    parts = []
-    for some, parse in ((packed, _packed_keys), (~packed, _keys_of_nodes)):
-        chosen = np.flatnonzero(some)
-        owner, *rest = parse(_some(pages, chosen))
-        parts.append(Keys(chosen[owner], *rest))
-    owner, offsets, lengths = (np.concatenate(column) for column in zip(*parts, strict=True))
-    order = np.argsort(owner, kind="stable")
-    return Keys(owner[order], offsets[order], lengths[order])
+    pages.require(packed == packed[:1], "of the pages of one database only some have packed keys")
+    return _packed_keys(pages) if packed.any() else _keys_of_nodes(pages)
 
 
-def _some(pages: Pages, chosen: Ints) -> Pages:
-    return Pages(pages.block, pages.starts[chosen], pages.spans[chosen], pages.numbers[chosen], pages.geometry)
-
-
-def _keys_of_nodes(pages: Pages) -> Keys:
+def _keys_of_nodes(pages: Pages) -> Duplicates:
     owner, starts, ends = nodes(pages)
     lengths = pages.block.u16(starts + 6)
     offsets = starts + _NODE_HEADER_NBYTES
     pages.require(offsets + lengths <= ends, "a key leads off the page", owner)
-    return Keys(owner, offsets, lengths)
+    return Duplicates(owner, offsets, lengths)
 
 
-def _packed_keys(pages: Pages) -> Keys:
+def _packed_keys(pages: Pages) -> Duplicates:
     form = pages.geometry.format
     counts = (pages.field(4) - (form.header_nbytes - form.node_base)) >> 1
     size = pages.field(8)
@@ -361,7 +331,7 @@ def _packed_keys(pages: Pages) -> Keys:
     owner = np.repeat(np.arange(len(counts)), counts)
     position = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
     lengths = size[owner]
-    return Keys(owner, pages.starts[owner] + form.header_nbytes + position * lengths, lengths)
+    return Duplicates(owner, pages.starts[owner] + form.header_nbytes + position * lengths, lengths)
 
 
 class Leaves(NamedTuple):

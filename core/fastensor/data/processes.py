@@ -53,7 +53,7 @@ def reach(name: str) -> Connection:
         PermissionError: it belongs to somebody else.
         OSError: there is none.
     """
-    endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         endpoint.connect(_address(name))
     except OSError:
@@ -79,9 +79,9 @@ def start(name: str, module: str, *given: int) -> bool:
         whether this call has started it.
 
     Raises:
-        OSError, subprocess.SubprocessError: Python cannot be started.
+        OSError: Python cannot be started.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
             listener.bind(_address(name))
         except OSError as error:
@@ -91,14 +91,16 @@ def start(name: str, module: str, *given: int) -> bool:
         listener.listen(1024)
         fds = [listener.fileno(), *given]
         paths = json.dumps([path or os.getcwd() for path in sys.path])
-        subprocess.run(
+        status = subprocess.run(
             [sys.executable, "-c", _START, json.dumps(fds), module, paths],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
-            check=True,
-        )
+            check=False,
+        ).returncode
+    if status:
+        raise OSError(f"{name} cannot be started: Python has ended with {status}")
     return True
 
 

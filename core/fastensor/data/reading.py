@@ -8,11 +8,12 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
-from fastensor.data.coalescing import Extents, Integers, mean_of_some
+from fastensor.data.coalescing import Extents, mean_of_some
 from fastensor.data.engines.base import Engine, Fetch, Value
 from fastensor.data.engines.choice import LARGE_NBYTES, EngineName, Strategy, choose_engine, open_engine
 from fastensor.data.node.engine import NodeEngine
@@ -33,16 +34,17 @@ _FIRST_CHOICE_SOONER = 2
 values will be wanted, and a sweep can begin."""
 
 
-class _BegunFetch(NamedTuple):
-    """A batch that an engine has begun to bring: values ``begin`` to before ``end`` of a fetch."""
+@dataclass(slots=True)
+class _Announced:
+    """A batch that will be read: values ``begin`` to before ``end`` of a fetch, if an engine has begun to bring it."""
 
     key: bytes
     """The positions as bytes, which are quick to compare."""
-    nbytes: int
-    """Bytes that are brought for the batch."""
-    fetch: Fetch
-    begin: int
-    end: int
+    nbytes: int = 0
+    """Bytes that are brought for the batch; 0 before it was begun."""
+    fetch: Fetch | None = None
+    begin: int = 0
+    end: int = 0
 
 
 class ValueReader:
@@ -90,9 +92,10 @@ class ValueReader:
         self._engine = self._open()
         self._interrupted = False
         """True if an interrupt, or want of memory, has cut the engine short, so that its next values may be lost."""
-        self._expected: deque[bytes] = deque()
-        """Batches that were announced and not begun, by keys as in ``_BegunFetch``."""
-        self._begun: deque[_BegunFetch] = deque()
+        self._expected: deque[_Announced] = deque()
+        """Batches that were announced, and not read yet."""
+        self._begun = 0
+        """Number of those that were begun: the first ones."""
         self._begun_nbytes = 0
         self._lock = threading.Lock()
 
@@ -119,7 +122,7 @@ class ValueReader:
         memory of its values.
         """
         with self._lock:
-            self._expected.extend(positions.tobytes() for positions in batches if len(positions))
+            self._expected.extend(_Announced(positions.tobytes()) for positions in batches if len(positions))
 
     def read(self, positions: Positions) -> Sequence[Value]:
         """The values at positions, in their order. Positions may repeat.
@@ -142,8 +145,7 @@ class ValueReader:
 
     def read_one(self, position: int) -> Value:
         """The value at a position from 0 on, quickly and without regard to what was announced. See :meth:`read`."""
-        here = slice(position, position + 1)
-        extents = Extents(self._extents.offsets[here], self._extents.lengths[here])
+        extents = self._extents.at(slice(position, position + 1))
         with self._lock:
             try:
                 self._choose_anew(1)
@@ -154,8 +156,7 @@ class ValueReader:
 
     def close(self) -> None:
         """Give up what was announced, and the engine. In a forked child, only the child's own resources."""
-        self._expected.clear()
-        self._forget_begun()
+        self._take_announced(len(self._expected))
         if self._sweep is not None:
             self._sweep.stop()
         self._engine.close()
@@ -163,42 +164,41 @@ class ValueReader:
     def _fetch_of(self, positions: Positions) -> tuple[Fetch, int, int]:
         """Fetch of these values, already begun if they were announced."""
         key = positions.tobytes()
-        for number, begun in enumerate(self._begun):
-            if begun.key == key:
-                for _ in range(number + 1):
-                    self._begun_nbytes -= self._begun.popleft().nbytes
-                return begun.fetch, begun.begin, begun.end
-        for number, expected in enumerate(self._expected):
-            if expected == key:
-                self._forget_begun()
-                for _ in range(number + 1):
-                    self._expected.popleft()
-                break
-        return self._engine.fetch(self._extents_of(positions)), 0, len(positions)
+        place = next((place for place, one in enumerate(self._expected) if one.key == key), None)
+        batch = None if place is None else self._take_announced(place + 1)
+        if batch is None or batch.fetch is None:
+            return self._engine.fetch(self._extents.at(positions)), 0, len(positions)
+        return batch.fetch, batch.begin, batch.end
+
+    def _take_announced(self, count: int) -> _Announced | None:
+        """Take the first batches off those that were announced. Returns the last one."""
+        batch = None
+        for _ in range(count):
+            batch = self._expected.popleft()
+            self._begun_nbytes -= batch.nbytes
+        self._begun = max(self._begun - count, 0)
+        return batch
 
     def _begin_expected(self) -> None:
         """Begin to bring the next batches that were announced, as many as memory allows, if less than half is begun."""
         if not self._engine.reads_ahead or self._begun_nbytes > self._read_ahead_nbytes // 2:
             return
-        room = self._read_ahead_nbytes - self._begun_nbytes
-        batches: list[tuple[bytes, Positions, int]] = []
-        while self._expected:
-            key = self._expected[0]
-            positions = np.frombuffer(key, np.int64)
+        before, end = self._begun, 0
+        parts: list[Positions] = []
+        for batch in islice(self._expected, before, None):
+            positions = np.frombuffer(batch.key, np.int64)
             nbytes = int(np.maximum(self._extents.lengths[positions], _LEAST_BROUGHT_NBYTES).sum())
-            if nbytes > room and (batches or self._begun):
+            if self._begun_nbytes + nbytes > self._read_ahead_nbytes and self._begun:
                 break
-            room -= nbytes
-            batches.append((key, positions, nbytes))
-            self._expected.popleft()
-        if not batches:
-            return
-        fetch = self._engine.fetch(self._extents_of(np.concatenate([positions for _, positions, _ in batches])))
-        begin = 0
-        for key, positions, nbytes in batches:
-            self._begun.append(_BegunFetch(key, nbytes, fetch, begin, begin + len(positions)))
+            batch.nbytes, batch.begin, batch.end = nbytes, end, end + len(positions)
+            end = batch.end
+            parts.append(positions)
+            self._begun += 1
             self._begun_nbytes += nbytes
-            begin += len(positions)
+        if parts:
+            fetch = self._engine.fetch(self._extents.at(np.concatenate(parts)))
+            for batch in islice(self._expected, before, self._begun):
+                batch.fetch = fetch
 
     def _choose_anew(self, count: int) -> None:
         """Choose the engine again now and then, if it is ours to choose; and open another one after an interrupt."""
@@ -206,8 +206,9 @@ class ValueReader:
         if self._chooses and (self._until_choice <= 0 or (self._sweep is not None and self._sweep.is_over)):
             self._until_choice = self._values_per_choice
             if self._wanted_engine() != self._engine.name:
-                self._expected.extendleft(begun.key for begun in reversed(self._begun))
-                self._forget_begun()
+                for batch in islice(self._expected, self._begun):
+                    batch.nbytes, batch.fetch = 0, None
+                self._begun = self._begun_nbytes = 0
                 self._replace_engine()
         if self._interrupted:
             self._replace_engine()
@@ -246,16 +247,5 @@ class ValueReader:
 
     def _give_up(self, error: BaseException) -> None:
         """Forget what was begun: batches may share the read that has failed, or that an interrupt has cut short."""
-        self._forget_begun()
+        self._take_announced(self._begun)
         self._interrupted |= isinstance(error, MemoryError) or not isinstance(error, Exception)
-
-    def _forget_begun(self) -> None:
-        self._begun.clear()
-        self._begun_nbytes = 0
-
-    def _extents_of(self, positions: Positions) -> Extents:
-        return Extents(_taken(self._extents.offsets, positions), _taken(self._extents.lengths, positions))
-
-
-def _taken(numbers: Integers, positions: Positions) -> Integers:
-    return np.asarray(numbers[positions])

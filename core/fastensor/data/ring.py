@@ -28,6 +28,7 @@ from collections import deque
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from fastensor.files.ranges import FreeRanges
 
@@ -69,6 +70,19 @@ def shared_memory(name: str, nbytes: int) -> tuple[int, memoryview]:
     except BaseException:
         os.close(fd)
         raise
+
+
+def mapped(fd: int, *, writable: bool = False) -> npt.NDArray[np.uint8]:
+    """The bytes of memory of another process. Its descriptor, which has come, is closed.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    try:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        return np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, prot=protection), np.uint8)
+    finally:
+        os.close(fd)
 
 
 class Slot(NamedTuple):
@@ -145,7 +159,7 @@ class SlotReader:
     """The end that uses slots.
 
     Args:
-        fd: the memory of a :class:`SlotWriter`. May be closed afterwards.
+        fd: the memory of a :class:`SlotWriter`. It belongs to this object, which closes it.
         writable: whether views can be written to, as the reader owns its slots.
 
     Raises:
@@ -153,8 +167,7 @@ class SlotReader:
     """
 
     def __init__(self, fd: int, *, writable: bool = False) -> None:
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._bytes = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, prot=protection), np.uint8)
+        self._bytes = mapped(fd, writable=writable)
         self._dropped: deque[int] = deque()  # views are dropped in any thread, at any time
 
     def view(self, slot: Slot) -> memoryview:

@@ -2,6 +2,12 @@
 
 Clients are found and lost by the kernel alone: it names the user of who connects, and says when a client has ended,
 however it did. What goes wrong with one client ends its connection only.
+
+There are two such servers of training data, and they are no sources of one. The node reader waits for the disk between
+messages, and reads any file of a job for processes that decode by themselves, so it has no workers, and nothing of the
+user. The data service (:mod:`fastensor.provision.embedded`) is there for one set of samples, runs the user's functions,
+and must never wait: a loader that hears nothing takes it for dead. What both need is here, in ``connection.py``,
+``processes.py`` and ``ring.py``.
 """
 
 from __future__ import annotations
@@ -10,6 +16,7 @@ import logging
 import os
 import selectors
 import socket
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
@@ -18,8 +25,8 @@ from fastensor.data.connection import NO_ROOM, Connection, ConnectionLost, Messa
 
 _FIRST_CLIENT_SECONDS = 60
 """Seconds that a server waits for its first client: whoever has started it may have died."""
-_FULL_SECONDS = 0.2
-"""Seconds to wait for a free descriptor for new connections, if nothing else comes."""
+_FULL_SECONDS = 0.02
+"""Seconds between attempts to accept somebody for whom no descriptor is free. All others wait as long, too."""
 _log = logging.getLogger("fastensor")
 
 
@@ -69,8 +76,6 @@ class LocalServer(Generic[C]):
         self._client = client
         self._greeting = greeting, given
         self._numbers = 0
-        self._is_full = False
-        """True if processes wait for whom no descriptor is free. The listener is not heard until the next round."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
@@ -97,14 +102,11 @@ class LocalServer(Generic[C]):
 
     def await_events(self, seconds: float | None) -> bool:
         """Do what comes within ``seconds``. False if nothing does, and there is no client."""
-        was_full, self._is_full = self._is_full, False
-        events = self._selector.select(_FULL_SECONDS if was_full and seconds != 0 else seconds)
-        if was_full:
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        events = self._selector.select(seconds)
         for key, _ in events:
             if key.fd in self._selector.get_map():  # what came before may have ended this one
                 key.data()
-        return bool(events or was_full or self.clients)
+        return bool(events or self.clients)
 
     def close(self) -> None:
         """Let all clients go."""
@@ -117,7 +119,7 @@ class LocalServer(Generic[C]):
         """Call ``heard`` whenever something has arrived, or the kernel takes more of what was not sent."""
         self._selector.register(end, selectors.EVENT_READ, heard)
 
-    def ignore(self, end: Connection | socket.socket) -> None:
+    def ignore(self, end: Connection) -> None:
         """Listen no more."""
         self._selector.unregister(end)
 
@@ -125,7 +127,7 @@ class LocalServer(Generic[C]):
         """Notice when the kernel takes more of what was not sent, if there is anything."""
         if end.fileno() < 0:
             return  # it was closed meanwhile
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if end.unsent_nbytes else 0)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if end.has_unsent else 0)
         key = self._selector.get_key(end)
         if key.events != events:
             self._selector.modify(end, events, key.data)
@@ -148,9 +150,8 @@ class LocalServer(Generic[C]):
         try:
             endpoint, _ = self._listener.accept()
         except OSError as error:
-            if error.errno in NO_ROOM:  # who has connected stays there, and would be reported again at once
-                self.ignore(self._listener)
-                self._is_full = True
+            if error.errno in NO_ROOM:  # who has connected stays there, and is reported again at once
+                time.sleep(_FULL_SECONDS)
             return  # or the client has gone
         client = self._client(Connection(endpoint), self._numbers)
         if client.uid != os.geteuid():

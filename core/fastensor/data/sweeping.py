@@ -13,12 +13,10 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from itertools import takewhile
+from contextlib import suppress
 
 from fastensor.data.engines.buffered import advise
-from fastensor.files import posix
 from fastensor.files.budgets import available_memory
-from fastensor.files.forks import first_in_children
 
 _MOST_OF_MEMORY = 0.5
 """The files that a process sweeps may take this part of the memory that is available, so that the pages of others
@@ -41,16 +39,16 @@ def fits(nbytes: float, available: int) -> bool:
     return nbytes <= _MOST_OF_MEMORY * available
 
 
-def swept_nbytes(*, besides: int, before: Sweep | None = None) -> int:
+def swept_nbytes(*, besides: int) -> int:
     """Bytes of the page cache that sweeps of this process take, if their files are still read: those pages are to stay.
 
     Args:
         besides: a descriptor of the file that does not count.
-        before: only sweeps that have begun before this one count.
     """
     sizes: dict[tuple[int, int], int] = {}
-    for sweep in takewhile(lambda one: one is not before, _existing()):
-        sizes[sweep.file] = max(sweep.nbytes, sizes.get(sweep.file, 0))
+    for one in _sweeps.valuerefs():  # not by iterating: other threads begin sweeps
+        if (sweep := one()) is not None:
+            sizes[sweep.file] = max(sweep.nbytes, sizes.get(sweep.file, 0))
     sizes.pop(_identity(besides), None)
     return sum(sizes.values())
 
@@ -66,17 +64,14 @@ def begin_sweep(fd: int, nbytes: int, missing: float) -> Sweep | None:
     Raises:
         OSError, RuntimeError: there is no descriptor, or no thread.
     """
-    with _beginning:
-        fit = fits(missing + swept_nbytes(besides=fd), available_memory())
-        return Sweep(fd, nbytes) if fit else None
+    return Sweep(fd, nbytes) if fits(missing + swept_nbytes(besides=fd), available_memory()) else None
 
 
 class Sweep:
     """A thread that asks the kernel for one part of a file after the other. It ends by itself, with the file, or when
-    the rest of it does not fit any more, together with what earlier sweeps take; or with the process. So where memory
-    gets short, the later sweeps make room.
+    the rest of it does not fit any more, together with what other sweeps take; or with the process.
 
-    It counts in :func:`swept_nbytes` as long as this object exists. In a forked child, it does not.
+    It counts in :func:`swept_nbytes` as long as this object exists.
 
     Args:
         fd: open for reading. It is duplicated.
@@ -90,15 +85,11 @@ class Sweep:
         self.file = _identity(fd)
         self.nbytes = nbytes
         """Bytes of the page cache that it takes: its file, and after its end what it has asked for."""
-        self._fd = os.dup(fd)
-        _sweeps[id(self)] = self
+        self._file = os.fdopen(os.dup(fd), "rb")
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="fastensor-sweep", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # there is no thread. After an interrupt there may be one, which closes the descriptor
-            self.close()
-            raise
+        self._thread.start()
+        _sweeps[id(self)] = self
 
     @property
     def is_over(self) -> bool:
@@ -109,52 +100,24 @@ class Sweep:
         """Ask for no more, soon. Waits for nothing."""
         self._stopped = True
 
-    def close(self) -> None:
-        """Close the descriptor. Called by the thread at its end, or where there is none."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            posix.close_read_only(fd)
-
     def _run(self) -> None:
         asked = 0
-        try:
+        with self._file as file, suppress(OSError):  # values are read all the same, and say what is wrong
             while left := self.nbytes - asked:
-                earlier = swept_nbytes(besides=self._fd, before=self)
-                if self._stopped or not fits(left + earlier, available_memory()):
-                    return
+                others = swept_nbytes(besides=file.fileno())
+                if self._stopped or not fits(left + others, available_memory()):
+                    break
                 begin, asked = asked, asked + min(_PIECE_NBYTES, left)
-                advise(self._fd, begin, asked - begin)
+                advise(file.fileno(), begin, asked - begin)
                 if begin:
-                    os.pread(self._fd, 1, begin - 1)  # waits for the piece before
-        except OSError:  # values are read all the same, and say what is wrong
-            pass
-        finally:
-            self.nbytes = asked
-            self.close()
+                    os.pread(file.fileno(), 1, begin - 1)  # waits for the piece before
+        self.nbytes = asked
 
 
 _sweeps: weakref.WeakValueDictionary[int, Sweep] = weakref.WeakValueDictionary()
-"""The sweeps of this process, by their ids, the earliest first."""
-_beginning = threading.Lock()
-"""Held from the question whether a file fits until its sweep counts."""
-
-
-def _existing() -> list[Sweep]:
-    return [sweep for one in _sweeps.valuerefs() if (sweep := one()) is not None]
+"""The sweeps of this process, by their ids."""
 
 
 def _identity(fd: int) -> tuple[int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
-
-
-def _close_in_child() -> None:
-    """A forked child has the descriptors, and not the threads that close them, nor the one that may hold the lock."""
-    global _beginning
-    _beginning = threading.Lock()
-    for sweep in _existing():
-        sweep.close()
-    _sweeps.clear()
-
-
-first_in_children(_close_in_child)

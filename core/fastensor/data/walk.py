@@ -21,6 +21,7 @@ from fastensor.data.pages import (
     MOST_LEVELS,
     NO_PAGE,
     Block,
+    Duplicates,
     Geometry,
     Ints,
     Leaves,
@@ -56,15 +57,6 @@ class Records(NamedTuple):
     """Packed place of each key in the file, see :func:`fastensor.data.pages.pack_keys`."""
     databases: Ints
     """Positions of the records whose values are records of named databases."""
-
-
-class _Values(NamedTuple):
-    """Values of keys that have several, in order."""
-
-    owner: Ints
-    """The position of the key's node."""
-    offsets: Ints
-    lengths: Ints
 
 
 class _PageChunk(NamedTuple):
@@ -139,7 +131,7 @@ class TreeReader:
             return Records(found.offsets, found.lengths, packed, np.flatnonzero(found.is_tree))
         single = np.flatnonzero(~found.has_duplicates)
         parts = [
-            _Values(single, found.offsets[single], found.lengths[single]),
+            Duplicates(single, found.offsets[single], found.lengths[single]),
             self._in_sub_pages(found, pages),
             *self._in_sub_trees(found, pages),
         ]
@@ -149,7 +141,7 @@ class TreeReader:
         named = found.is_tree & ~found.has_duplicates
         return Records(offsets[order], lengths[order], packed[owner], np.flatnonzero(named[owner]))
 
-    def _in_sub_pages(self, found: Leaves, pages: Pages) -> _Values:
+    def _in_sub_pages(self, found: Leaves, pages: Pages) -> Duplicates:
         """The values of keys whose values are in a sub-page, which lies on the leaf page."""
         nodes = np.flatnonzero(found.has_duplicates & ~found.is_tree)
         owner = found.owner[nodes]
@@ -157,9 +149,9 @@ class TreeReader:
         shift = numbers * self._geometry.page_size - pages.starts[owner]
         sub_pages = Pages(pages.block, found.offsets[nodes] - shift, found.lengths[nodes], numbers, self._geometry)
         of, offsets, lengths = keys(sub_pages)
-        return _Values(nodes[of], offsets + shift[of], lengths)
+        return Duplicates(nodes[of], offsets + shift[of], lengths)
 
-    def _in_sub_trees(self, found: Leaves, pages: Pages) -> Iterator[_Values]:
+    def _in_sub_trees(self, found: Leaves, pages: Pages) -> Iterator[Duplicates]:
         """The values of keys whose values are in a tree of their own. Trees of the same depth are read together."""
         nodes = np.flatnonzero(found.has_duplicates & found.is_tree)
         if not len(nodes):
@@ -171,18 +163,18 @@ class TreeReader:
         for depth in np.unique(depths[depths > 0]):
             some = np.flatnonzero(depths == depth)
             values = self._values_of([trees[number] for number in some], int(depth))
-            yield _Values(nodes[some[values.owner]], values.offsets, values.lengths)
+            yield Duplicates(nodes[some[values.owner]], values.offsets, values.lengths)
 
-    def _values_of(self, trees: list[Tree], depth: int) -> _Values:
+    def _values_of(self, trees: list[Tree], depth: int) -> Duplicates:
         numbers, tree_of = self._leaf_pages(np.array([tree.root for tree in trees], np.uint64), depth)
         parts = []
         done = 0
         for chunk in self._chunks(numbers, (LEAF, LEAF | LEAF2), "a leaf page of values"):
             owner, offsets, lengths = keys(chunk)
             shift = (chunk.numbers * self._geometry.page_size - chunk.starts)[owner]
-            parts.append(_Values(tree_of[done + owner], offsets + shift, lengths))
+            parts.append(Duplicates(tree_of[done + owner], offsets + shift, lengths))
             done += len(chunk.starts)
-        values = _Values(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        values = Duplicates(*(np.concatenate(column) for column in zip(*parts, strict=True)))
         claimed = np.array([tree.entries for tree in trees], np.uint64)
         counts = np.bincount(values.owner, minlength=len(trees)).astype(np.uint64)
         if (counts != claimed).any():

@@ -1,5 +1,5 @@
-"""Errors that workers of a ``DataLoader`` can send. If the class of an error cannot be pickled, as may be with one of a
-library in Rust or C++, torch loses the error, and the training waits for ever.
+"""Errors that other processes can be sent. If a worker of a ``DataLoader`` raises one whose class cannot be pickled, as
+may be with one of a library in Rust or C++, torch loses the error, and the training waits for ever.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def sendable_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if get_worker_info() is None or _can_be_pickled(type(error)):
+        if get_worker_info() is None or can_be_sent(type(error)):
             raise
         raise RuntimeError(reason_of(error)) from error
 
@@ -36,9 +36,10 @@ class SendableErrors:
             return self._function(argument)
 
 
-def _can_be_pickled(kind: type) -> bool:
+def can_be_sent(error: Exception | type[Exception]) -> bool:
+    """True if another process gets it as it is."""
     try:
-        pickle.dumps(kind)
+        pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001  # whatever pickle raises
         return False
     return True

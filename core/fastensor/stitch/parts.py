@@ -41,6 +41,11 @@ class Part(NamedTuple):
         """The name of the part in messages, such as ``record 'archive/data/0'``."""
         return f"{'record' if self.header_nbytes else 'tensor'} {self.name!r}"
 
+    @property
+    def likely_cause(self) -> str:
+        """The reason for which its CRC32 differs, for messages."""
+        return "the file was damaged after it was written"
+
 
 @dataclass(frozen=True, slots=True)
 class Damage:
@@ -86,8 +91,8 @@ def check_crc32(part: Part, offset: int, found: int, where: str) -> None:
     """
     if damage := find_damage(part, offset, found):
         raise CorruptCheckpointError(
-            f"{where}: {damage}: the file was damaged after it was written. Load an older checkpoint, or pass "
-            f"verify=False to get the damaged values"
+            f"{where}: {damage}: {part.likely_cause}. Load an older checkpoint, or pass verify=False to get the "
+            f"damaged values"
         )
 
 

@@ -13,7 +13,7 @@ LEGACY_MAGIC = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
 """The number that torch pickled in front of everything else before 1.6."""
 LEGACY_MAGIC_WITHIN = 32
 _TAR_MAGIC, _TAR_MAGIC_AT = b"ustar", 257
-"""torch wrote tar archives before 0.1.11."""
+_TAR = "a tar archive; unpack it first, or, if it is a checkpoint of torch before 0.1.11, load it by torch.load"
 SAFETENSORS_SUFFIX = ".safetensors"
 LENGTH_NBYTES = 8
 """Size of the length in front of the header of a safetensors file."""
@@ -69,6 +69,8 @@ def foreign_content(start: bytes) -> str:
     for magic, what in _FOREIGN:
         if start.startswith(magic):
             return what
+    if is_tar(start):
+        return _TAR
     if is_plain_pickle(start):
         return "a pickle that torch.save did not write; pickle.load, or the library that wrote it, reads it"
     return _text_in_words(start)

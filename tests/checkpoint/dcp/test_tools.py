@@ -26,6 +26,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import fastensor
 from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
+from fastensor.cli.main import main
 
 WRITERS: Any = [FastensorStorageWriter, FileSystemWriter]
 
@@ -379,12 +380,12 @@ def test_keys_that_become_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("target", ["x.pt", "x.safetensors", "memory://fastensor-pieces/x.safetensors"])
-def test_tensors_larger_than_the_memory(tmp_path: Path, writer: Any, target: str) -> None:
+def test_chunks_become_whole_tensors(tmp_path: Path, writer: Any, target: str) -> None:
     run_ranks(_save_large, 2, tmp_path, writer)
     target = target if "://" in target else str(tmp_path / target)
     seen: list[tuple[int, int]] = []
     fastensor.convert(
-        tmp_path / "dcp", target, memory_nbytes=1 << 20, progress=lambda done, total: seen.append((done, total))
+        tmp_path / "dcp", target, memory_nbytes="4MiB", progress=lambda done, total: seen.append((done, total))
     )
     expected = {name: large(*shape) for name, shape in LARGE.items()}
     assert_same(fastensor.load(target), expected)
@@ -392,56 +393,63 @@ def test_tensors_larger_than_the_memory(tmp_path: Path, writer: Any, target: str
 
 
 @pytest.mark.parametrize("shape", [(300, 1000), (1, 300_000), (2, 3, 50_000), (300_000,)])
-def test_damage_in_pieces(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_damage_is_found_by_a_conversion(tmp_path: Path, shape: tuple[int, ...]) -> None:
     save({"w": large(*shape)}, FastensorStorageWriter(tmp_path / "dcp"))
     (path,) = (tmp_path / "dcp").glob("*.distcp")
-    fastensor.convert(tmp_path / "dcp", tmp_path / "x.pt", memory_nbytes=1 << 20)
+    fastensor.convert(tmp_path / "dcp", tmp_path / "x.pt")
     assert torch.equal(torch.load(tmp_path / "x.pt")["w"], large(*shape))
     sound = path.read_bytes()
     for at in (200, 1000, len(sound) // 2, len(sound) - 300):
         path.write_bytes(sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :])
         with pytest.raises(fastensor.CorruptCheckpointError, match="item 'w'"):
-            fastensor.convert(tmp_path / "dcp", tmp_path / "y.pt", memory_nbytes=1 << 20)
+            fastensor.convert(tmp_path / "dcp", tmp_path / "y.pt")
         assert not (tmp_path / "y.pt").exists()
 
 
-def test_chunks_that_can_only_be_read_whole(tmp_path: Path) -> None:
-    save({"w": large(1000, 300).t()}, FastensorStorageWriter(tmp_path / "dcp"))
-    with pytest.raises(fastensor.UnsupportedContentError, match="can only be read whole"):
+def test_tensors_that_take_too_much_memory_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save({"w": large(1000, 300).t(), "b": torch.zeros(3)}, FastensorStorageWriter(tmp_path / "dcp"))
+    with pytest.raises(fastensor.UnsupportedContentError, match=r"'w' takes 2\.29 MiB .* 1 MiB may be used"):
         fastensor.convert(tmp_path / "dcp", tmp_path / "x.pt", memory_nbytes=1 << 20)
+    assert main(["convert", str(tmp_path / "dcp"), str(tmp_path / "x.pt"), "--memory", "1MiB"]) == 1
+    assert "pass --memory of at least 24" in capsys.readouterr().err
+    assert not (tmp_path / "x.pt").exists()
     fastensor.convert(tmp_path / "dcp", tmp_path / "x.pt", memory_nbytes=3 << 20)
     assert torch.equal(torch.load(tmp_path / "x.pt")["w"], large(1000, 300).t())
 
 
-PIECES = """
+TENSOR_BY_TENSOR = """
 import re, sys
 from pathlib import Path
 from fastensor.checkpoint.dcp.catalog import read_contents
-from fastensor.checkpoint.dcp.tensors import DirectoryTensors
+from fastensor.checkpoint.dcp.tensors import DirectoryTensors, tensor_bytes
 
 def peak_memory_nbytes():  # the most resident memory since the last call
     found = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())
     Path("/proc/self/clear_refs").write_text("5")
     return int(found[1]) << 10
 
-folder, limit = Path(sys.argv[1]), int(sys.argv[2])
-with DirectoryTensors(read_contents(folder), "numpy", verify=True) as tensors:
+def read(name):
+    found, buffer = tensor_bytes(tensors, name, lambda done: None), memoryview(bytearray(1 << 20))
+    for begin in range(0, found.nbytes(), buffer.nbytes):
+        found.readinto(begin, buffer)
+
+with DirectoryTensors(read_contents(Path(sys.argv[1])), "numpy", verify=True) as tensors:
+    read("small")
     peak_memory_nbytes()
-    next(tensors.pieces("w", limit))
     before = peak_memory_nbytes()
-    print(sum(1 for _ in tensors.pieces("w", limit)), peak_memory_nbytes() - before)
+    for number in range(4):
+        read(f"w{number}")
+    print(peak_memory_nbytes() - before)
 """
 
 
 def test_memory_of_a_conversion(tmp_path: Path) -> None:
-    """Of a tensor that is larger, no more than the budget is in memory at a time. The C library keeps no freed memory,
-    which would be counted."""
-    budget = 4 << 20
-    save({"w": torch.zeros(64, 1 << 18)}, FastensorStorageWriter(tmp_path / "dcp"))
-    done = run("-c", PIECES, tmp_path / "dcp", budget // 2, cold=True, MALLOC_MMAP_THRESHOLD_="65536")
-    count, growth = map(int, done.stdout.split())
-    assert count == 32
-    assert growth < 3 * budget  # the tensor has 16 times as much as the budget
+    """One tensor is in memory at a time. The C library keeps no freed memory, which would be counted."""
+    nbytes = 16 << 20
+    state = {f"w{number}": torch.zeros(nbytes // 4) for number in range(4)}
+    save({**state, "small": torch.zeros(1 << 18)}, FastensorStorageWriter(tmp_path / "dcp"))
+    done = run("-c", TENSOR_BY_TENSOR, tmp_path / "dcp", cold=True, MALLOC_MMAP_THRESHOLD_="65536")
+    assert int(done.stdout) < 1.5 * nbytes
 
 
 LARGE = {"rows": (301, 1000), "columns": (9, 50_000), "flat": (400_000,), "first": (2, 3, 60_000), "small": (5, 5)}

@@ -91,7 +91,5 @@ def test_it_is_refused_at_once(isolated: Laboratory, sound: Path, path: Path, na
 def test_a_foreign_tar_that_was_cut_off_is_called_so(path: Path) -> None:
     path.write_bytes(cut_tar())
     for read in (fastensor.load, fastensor.verify, fastensor.inspect):
-        with pytest.raises(
-            fastensor.NotACheckpointError, match=r"a tar archive, which begins with 'model/weights\.bin'"
-        ):
+        with pytest.raises(fastensor.NotACheckpointError, match="a tar archive; unpack it first"):
             read(path)

@@ -111,10 +111,8 @@ FOREIGN: dict[str, tuple[Callable[[], bytes], str]] = {
     "bzip2": (lambda: bz2.compress(of_torch()), "bzip2; decompress"),
     "xz": (lambda: lzma.compress(of_torch()), "xz; decompress"),
     "zstd": (lambda: b"\x28\xb5\x2f\xfd" + bytes(50), "zstd; decompress"),
-    "tar": (
-        lambda: tarred("model/config.json", "model/weights"),
-        "a tar archive, which begins with 'model/c",
-    ),
+    "tar": (lambda: tarred("model/config.json", "model/weights"), "a tar archive; unpack it first"),
+    "old tar": (lambda: tarred("sys_info", "pickle", "storages", "tensors"), "before 0.1.11, load it by torch.load"),
     "zip": (lambda: zipped("a/model.pt", "a/config.json"), "a zip archive of 'a/model.pt', 'a/config.json'"),
     "empty zip": (lambda: zipped(), "a zip archive with nothing in it"),
     "exported": (exported, "torch.export.load"),
@@ -141,7 +139,6 @@ SOUND: dict[str, Callable[[], bytes]] = {
     "zip": of_torch,
     "legacy": legacy,
     "legacy as text": lambda: of_torch(_use_new_zipfile_serialization=False, pickle_protocol=0),
-    "old tar": lambda: tarred("pickle", "storages", "tensors"),
     "scripted": scripted,
     "a class": lambda: of_torch({"x": Unknown()}),
     "a class, legacy": lambda: legacy({"x": Unknown()}),
@@ -221,7 +218,6 @@ def python2(text: bytes) -> bytes:
 
 NOT_DAMAGED: dict[str, tuple[Callable[[], bytes], dict[str, Any], type[Exception], str]] = {
     "mapped": (legacy, {"mmap": True}, UnsupportedContentError, "mmap=True maps zip archives.*without mmap"),
-    "old tar": (SOUND["old tar"], {}, UnsafeCheckpointError, "before 0.1.11.*weights_only=False"),
     "as text": (SOUND["legacy as text"], {}, UnsafeCheckpointError, "Unsupported operand"),
     "protocol 4": (
         lambda: of_torch(_use_new_zipfile_serialization=False, pickle_protocol=4),
@@ -457,41 +453,6 @@ def test_a_header_of_safetensors_that_no_reader_takes(tmp_path: Path, last: byte
 class WithoutState(pickle.Pickler):
     def persistent_id(self, value: object) -> str | None:
         return "7" if value is STATE else None
-
-
-def of_before_0_1_11() -> bytes:
-    """A tar archive of one tensor, as torch wrote it then: with a header for the time of each member."""
-    storage = struct.pack("<q", 3) + np.arange(3, dtype="<f4").tobytes()
-    tensor = struct.pack("<iiqqq", 1, 0, 3, 1, 0)
-    obj = io.BytesIO()
-    WithoutState(obj, 2).dump({"w": STATE})
-    members = {
-        "sys_info": pickle.dumps({"protocol_version": 1000, "little_endian": True}, 2),
-        "pickle": obj.getvalue(),
-        "tensors": pickle.dumps(1, 2) + pickle.dumps((7, 8, torch.FloatTensor), 2) + tensor,
-        "storages": pickle.dumps(1, 2)
-        + pickle.dumps((8, "cpu", torch.FloatStorage), 2)
-        + storage
-        + pickle.dumps([], 2),
-    }
-
-    def write(file: Any) -> None:
-        with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
-            for name, data in members.items():
-                member = tarfile.TarInfo(name)
-                member.size, member.mtime = len(data), 1484000000.25
-                archive.addfile(member, io.BytesIO(data))
-
-    return in_memory(write)
-
-
-def test_a_file_of_before_0_1_11(tmp_path: Path) -> None:
-    (tmp_path / "x.pth").write_bytes(of_before_0_1_11())
-    for load in (torch.load, fastensor.load):
-        found = load(tmp_path / "x.pth", weights_only=False)
-        assert found["w"].tolist() == [0, 1, 2]
-    with pytest.raises(UnsafeCheckpointError, match=r"before 0\.1\.11"):
-        fastensor.load(tmp_path / "x.pth")
 
 
 def test_variables_that_contradict_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -624,7 +624,7 @@ def test_two_folders_are_compared_file_by_file(tmp_path: Path, capsys: Any) -> N
     assert [one.name for one in found.tensors] == ["a", "b", "deeper/optimizer.bin: state.step", "shards: w"]
     assert (found.only_first, found.only_second) == (("first.pt",), ("README.md",))
     assert {*found.others} == {"config.json", "legacy.pt"}
-    assert found.others["config.json"][0].startswith("<text of 2 bytes with CRC32 ")
+    assert found.others["config.json"][0].startswith("<text of 2 bytes with SHA-256 ")
     assert found.same == 3, "the learning rate, the step and a pickle"
     status, out, _ = command_line(capsys, "diff", one, two)
     assert (status, "8 differences, 3 the same" in out) == (FAILED, True)

@@ -6,15 +6,13 @@ A container is a module with the functions of :class:`FileContainer`, or of :cla
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.reading.opened import OpenedFile, read_exactly
-from fastensor.errors import CorruptCheckpointError, NotACheckpointError
+from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.parts import LOCAL_SIGNATURE, Part
 from fastensor.stitch.signatures import (
     LEGACY_AS_TEXT,
@@ -24,7 +22,6 @@ from fastensor.stitch.signatures import (
     MAX_HEADER_NBYTES,
     SAFETENSORS_SUFFIX,
     SNIFFED_NBYTES,
-    is_tar,
     refuse_foreign,
 )
 
@@ -131,7 +128,7 @@ def _begins_as_safetensors(start: bytes, nbytes: int) -> bool:
 
 
 def _begins_as_legacy(start: bytes, nbytes: int) -> bool:
-    return LEGACY_MAGIC in start[:LEGACY_MAGIC_WITHIN] or start.startswith(LEGACY_AS_TEXT) or is_tar(start)
+    return LEGACY_MAGIC in start[:LEGACY_MAGIC_WITHIN] or start.startswith(LEGACY_AS_TEXT)
 
 
 REGISTERED: dict[Container, RegisteredContainer] = {
@@ -184,8 +181,6 @@ def container_of(file: OpenedFile) -> Container:
         CorruptCheckpointError: the file begins like nothing that is known.
     """
     start = start_of(file)
-    if is_tar(start):
-        _check_is_torchs(file)
     container = recognize(start, file.nbytes)
     if container is None:
         refuse_foreign(start, file.where)
@@ -198,40 +193,3 @@ def container_of(file: OpenedFile) -> Container:
             f"file of torch before 1.6 begins like that{zeros}; it was damaged, or has a format unknown here"
         )
     return container
-
-
-_TAR_BLOCK = 512
-_MOST_TAR_HEADERS = 16
-_OCTAL = re.compile(rb"[0-7]+")
-_ABOUT_THE_NEXT = (b"x", b"g", b"L", b"K")
-"""Types of members of a tar archive that only describe the next one."""
-_IN_TORCHS_TARS = frozenset(("sys_info", "pickle", "tensors", "storages"))
-
-
-def _check_is_torchs(file: OpenedFile) -> None:
-    """
-    Raises:
-        NotACheckpointError: the file is a tar archive of something else than torch before 0.1.11 put into one.
-    """
-    names = [*islice(_names_in_tar(file), len(_IN_TORCHS_TARS))]
-    if not _IN_TORCHS_TARS.intersection(names):
-        shown = ", ".join(map(repr, names)) or "nothing that can be read"
-        raise NotACheckpointError(
-            f"{file.where}: expected a checkpoint, found a tar archive, which begins with {shown}; unpack it first"
-        )
-
-
-def _names_in_tar(file: OpenedFile) -> Iterator[str]:
-    """The names of the first members of a tar archive, up to a header that cannot be read. ``tarfile`` would allocate
-    what a header claims."""
-    at = 0
-    for _ in range(_MOST_TAR_HEADERS):
-        if at + _TAR_BLOCK > file.nbytes:
-            return
-        header = read_exactly(file, at, _TAR_BLOCK)
-        if any(header) and header[156:157] not in _ABOUT_THE_NEXT:
-            yield header[:100].partition(b"\0")[0].decode(errors="backslashreplace")
-        size = header[124:136].strip(b" \0")
-        if not _OCTAL.fullmatch(size):
-            return
-        at += _TAR_BLOCK + -(-int(size, 8) // _TAR_BLOCK) * _TAR_BLOCK

@@ -4,14 +4,12 @@ archives, carry no checksums, and say nothing about themselves without being run
 from __future__ import annotations
 
 from fastensor.backends.registry import record_fallback
-from fastensor.checkpoint.containers import ToCompare, start_of
+from fastensor.checkpoint.containers import ToCompare
 from fastensor.checkpoint.containers.torch_file import load_with_torch
 from fastensor.checkpoint.reading.opened import OpenedFile
 from fastensor.checkpoint.reading.request import Loaded, LoadRequest
-from fastensor.checkpoint.reading.torch_errors import unless_forced
 from fastensor.checkpoint.tools.catalog import Catalog
-from fastensor.errors import UnsafeCheckpointError, UnsupportedContentError, caught_as
-from fastensor.stitch.signatures import is_tar
+from fastensor.errors import UnsupportedContentError, caught_as
 
 
 def load(file: OpenedFile, request: LoadRequest) -> Loaded:
@@ -22,19 +20,13 @@ def load(file: OpenedFile, request: LoadRequest) -> Loaded:
 
 
 def _check(file: OpenedFile, request: LoadRequest) -> None:
-    """Refuse what torch does not do with files that are no zip archives. torch raises ``RuntimeError`` for both."""
+    """Refuse what torch does not do with files that are no zip archives, and raises ``RuntimeError`` for."""
     if request.mmap:
         error = UnsupportedContentError(
             f"{file.where}: mmap=True maps zip archives, and this file is none: torch wrote such files before 1.6. "
             f"Load it without mmap, and save it again"
         )
         raise caught_as(error, RuntimeError)
-    if request.restricted and is_tar(start_of(file)):
-        unsafe = UnsafeCheckpointError(
-            f"{file.where}: torch wrote such tar archives before 0.1.11, and weights_only=True does not allow them. If "
-            f"you trust the file, load it with weights_only=False, which lets it run any code{unless_forced(request)}"
-        )
-        raise caught_as(unsafe, RuntimeError)
 
 
 def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:

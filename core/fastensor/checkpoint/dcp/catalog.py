@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from fastensor.checkpoint.containers import container_in
 from fastensor.checkpoint.dcp.items import Item, ItemReader, is_safetensors, items_by_file
 from fastensor.checkpoint.dcp.metadata import chunks_in, has_seal, read_metadata
-from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
+from fastensor.checkpoint.dcp.storage import Directory
 from fastensor.checkpoint.directories import BESIDE_SHARDS, metadata_names
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.progress import Progress, tell_part
@@ -28,9 +28,8 @@ from fastensor.checkpoint.tools.comparing import (
     compare_each,
     verify_opened,
 )
-from fastensor.errors import CheckpointReadError, CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
+from fastensor.errors import CorruptCheckpointError, NotACheckpointError
 from fastensor.select.transfer import BackendChoice
-from fastensor.stitch.parts import Damage
 from fastensor.stitch.pickle_records import UnknownGlobal, UnknownObject, all_in
 
 
@@ -38,11 +37,13 @@ from fastensor.stitch.pickle_records import UnknownGlobal, UnknownObject, all_in
 class Contents:
     """The contents of a distributed checkpoint."""
 
-    directory: LocalDirectory | RemoteDirectory
+    directory: Directory
     metadata: Metadata
     """Contents of the only metadata file, or of the first one if each rank has its own."""
     files: Mapping[str, list[Item]]
     """The items of all ranks by file, in the order of each file."""
+    items: Mapping[str, list[Item]]
+    """The items of all ranks by tensor, or other object."""
     metadata_nbytes: int
     """Size of the metadata files."""
     metadata_count: int
@@ -58,7 +59,7 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
         FileNotFoundError: the directory holds none.
         CorruptCheckpointError: the metadata are damaged.
     """
-    directory = directory_at(path)
+    directory = Directory(path)
     nbytes = 0
     found: list[Metadata] = []
     items: list[Item] = []
@@ -75,7 +76,10 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
         ]
     if not found:
         raise FileNotFoundError(f"{directory.path}: no complete distributed checkpoint is there")
-    return Contents(directory, found[0], items_by_file(items), nbytes, len(found), tuple(unsealed))
+    places: dict[str, list[Item]] = {}
+    for item in items:
+        places.setdefault(item.fqn, []).append(item)
+    return Contents(directory, found[0], items_by_file(items), places, nbytes, len(found), tuple(unsealed))
 
 
 def verify_directory(location: Location, backend: BackendChoice, progress: Progress) -> VerifyReport:
@@ -89,38 +93,28 @@ def verify_directory(location: Location, backend: BackendChoice, progress: Progr
         FileToVerify(name, sum(item.nbytes for item in items), partial(_verify_file, directory, name, items, backend))
         for name, items in contents.files.items()
     ]
-    tasks.append(FileToVerify(BESIDE_SHARDS, 0, partial(_verify_beside, directory, backend)))
+    if BESIDE_SHARDS in directory.names():
+        tasks.append(FileToVerify(BESIDE_SHARDS, 0, partial(_verify_beside, directory, backend)))
     return compare_each(comparison, tasks, directory.path, "dcp", progress)
 
 
 def _verify_file(
-    directory: LocalDirectory | RemoteDirectory,
+    directory: Directory,
     name: str,
     items: Sequence[Item],
     backend: BackendChoice,
     progress: Progress,
 ) -> VerifyReport:
-    try:
-        with directory.open(name) as file:
-            return (
-                verify_opened(file, backend, progress)
-                if is_safetensors(file)
-                else _verify_items(file, items, backend, progress)
-            )
-    except FileNotFoundError as error:
-        message = "the metadata name this file, which is missing"
-        raise CheckpointReadError(error.errno, message, directory.name_of(name)) from error
-
-
-def _verify_beside(
-    directory: LocalDirectory | RemoteDirectory, backend: BackendChoice, progress: Progress
-) -> VerifyReport:
-    """Compare the file of Lightning beside the shards, if there is one."""
-    try:
-        with directory.open(BESIDE_SHARDS) as file:
+    with directory.open(name) as file:
+        if is_safetensors(file):
             return verify_opened(file, backend, progress)
-    except FileNotFoundError:
-        return Comparison().report(directory.name_of(BESIDE_SHARDS), "dcp")
+        return _verify_items(file, items, backend, progress)
+
+
+def _verify_beside(directory: Directory, backend: BackendChoice, progress: Progress) -> VerifyReport:
+    """Compare the file of Lightning beside the shards."""
+    with directory.open(BESIDE_SHARDS) as file:
+        return verify_opened(file, backend, progress)
 
 
 def _verify_items(file: OpenedFile, items: Sequence[Item], backend: BackendChoice, progress: Progress) -> VerifyReport:
@@ -129,12 +123,10 @@ def _verify_items(file: OpenedFile, items: Sequence[Item], backend: BackendChoic
     done, total = 0, sum(item.nbytes for item in items)
     with ItemReader(file, items, ReadOptions(backend), verify=True) as reader:
         for item in items:
-            title = f"item {item.fqn!r}"
             if item.crc32 is None:
-                _add_records(comparison, reader, item, title)
+                _add_records(comparison, reader, item)
             else:
-                found = reader.crc32_of(item, partial(tell_part, progress, done, total))
-                damage = Damage(title, item.offset, item.nbytes, found, item.crc32) if found != item.crc32 else None
+                damage = reader.find_damage(item, partial(tell_part, progress, done, total))
                 comparison.add_part(item.nbytes, damage)
                 if damage is None and item.shape is None:
                     comparison.code += _code_in(reader.read(item))
@@ -143,7 +135,7 @@ def _verify_items(file: OpenedFile, items: Sequence[Item], backend: BackendChoic
     return comparison.report(file.where, "dcp")
 
 
-def _add_records(comparison: Comparison, reader: ItemReader, item: Item, title: str) -> None:
+def _add_records(comparison: Comparison, reader: ItemReader, item: Item) -> None:
     try:
         report = None if item.transforms else reader.verify_records(item)
     except DamagedCheckpointError as error:
@@ -151,7 +143,7 @@ def _add_records(comparison: Comparison, reader: ItemReader, item: Item, title: 
     if report is None:
         comparison.uncompared += 1
     else:
-        comparison.add_report(report, title, item.offset)
+        comparison.add_report(report, item.part.title, item.offset)
 
 
 def _code_in(data: bytes) -> tuple[str, ...]:
@@ -173,12 +165,9 @@ def _code_of_metadata(contents: Contents) -> Iterator[str]:
 def describe(contents: Contents) -> Inspection:
     """Words for the contents of a distributed checkpoint."""
     items = [item for found in contents.files.values() for item in found]
-    places: dict[str, list[Item]] = {}
-    for item in items:
-        places.setdefault(item.fqn, []).append(item)
     tensors, others = [], {}
     for name, entry in contents.metadata.state_dict_metadata.items():
-        where = places.get(name, [])
+        where = contents.items.get(name, [])
         if isinstance(entry, TensorStorageMetadata):
             part = ", ".join(dict.fromkeys(item.file for item in where))
             crc32 = where[0].crc32 if len(where) == 1 else None
@@ -207,16 +196,3 @@ def _described(contents: Contents) -> dict[str, str]:
         "save_id": getattr(meta, "save_id", None),
     }
     return {name: text for name, text in texts.items() if text is not None}
-
-
-def check_single(contents: Contents) -> None:
-    """Refuse a checkpoint in which each rank has metadata of its own.
-
-    Raises:
-        UnsupportedContentError: there are several metadata files.
-    """
-    if contents.metadata_count > 1:
-        raise UnsupportedContentError(
-            f"{contents.directory.path}: each rank has saved without the others ({contents.metadata_count} metadata "
-            f"files), so what they hold cannot be joined; load it with as many ranks"
-        )

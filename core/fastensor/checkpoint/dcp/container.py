@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
@@ -20,27 +21,33 @@ from fastensor.checkpoint.containers import container_of
 from fastensor.checkpoint.dcp.catalog import Contents, read_contents
 from fastensor.checkpoint.dcp.catalog import verify_directory as verify
 from fastensor.checkpoint.dcp.tensors import DirectoryTensors, tensor_bytes
-from fastensor.checkpoint.dcp.tensors import OpenDirectory as open_checkpoint
 from fastensor.checkpoint.dcp.writer import FastensorStorageWriter
-from fastensor.checkpoint.directories import metadata_names, nbytes_at, survives_power_failure
+from fastensor.checkpoint.directories import metadata_names, survives_power_failure
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.models.names import nodes
-from fastensor.checkpoint.models.sharded import check_holds, files_at, files_behind
+from fastensor.checkpoint.models.sharded import check_holds, files_at, files_behind, weights_at
 from fastensor.checkpoint.progress import Progress, tell_part
 from fastensor.checkpoint.reading.load import load
 from fastensor.checkpoint.reading.opened import opened
 from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.tools.catalog import check_root, dict_in
 from fastensor.checkpoint.tools.cataloged import open_files
-from fastensor.checkpoint.tools.comparing import FileToVerify, VerifyReport, compare_files
+from fastensor.checkpoint.tools.contents import OpenCheckpoint
 from fastensor.checkpoint.tools.conversion.selection import beside, renamed
 from fastensor.checkpoint.tools.conversion.settings import ConvertSettings
 from fastensor.checkpoint.tools.conversion.sources import ConversionSource, metadata_in_words
-from fastensor.checkpoint.tools.verify import verify_part
+from fastensor.checkpoint.tools.verify import verify as verify_source
 from fastensor.errors import UnsupportedContentError
+from fastensor.files.budgets import available_memory
+from fastensor.files.words import human_size
+from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.source import FileBytes
 
 __all__ = ["left_out", "open_checkpoint", "open_source", "verify", "write"]
+
+
+def open_checkpoint(location: Location, stack: ExitStack, backend: BackendChoice) -> OpenCheckpoint:
+    return stack.enter_context(DirectoryTensors(read_contents(cast(str, location)), backend, verify=True))
 
 
 def open_source(location: Location, settings: ConvertSettings, stack: ExitStack) -> ConversionSource:
@@ -48,8 +55,9 @@ def open_source(location: Location, settings: ConvertSettings, stack: ExitStack)
     contents = read_contents(cast(str, location))
     chosen = _chosen(contents, settings.root)
     tensors = stack.enter_context(DirectoryTensors(contents, settings.backend, verify=settings.verify))
-    names = [name for name in tensors.entries if name in chosen]
+    names = [name for name in tensors.tensors if name in chosen]
     is_whole = settings.container == "torch" and not settings.rename
+    _check_memory(tensors, names, settings)
     by_key = {name: name for name in names} if is_whole else _keys(contents, chosen, names, settings)
 
     def build(stand_ins: Mapping[str, torch.Tensor]) -> Any:
@@ -58,19 +66,34 @@ def open_source(location: Location, settings: ConvertSettings, stack: ExitStack)
 
     return ConversionSource(
         where=contents.directory.path,
-        tensors={key: tensors.infos[name] for key, name in by_key.items()},
-        read=partial(_read, tensors, by_key, settings.memory_nbytes // 2),
+        tensors={key: tensors.tensors[name] for key, name in by_key.items()},
+        read=partial(_read, tensors, by_key),
+        paths=tuple(map(contents.directory.name_of, contents.directory.names())),
         left_out=_left_out(contents, settings.root, only_tensors=not is_whole),
         build=build if is_whole else dict,
     )
 
 
+def _check_memory(tensors: DirectoryTensors, names: Sequence[str], settings: ConvertSettings) -> None:
+    """
+    Raises:
+        UnsupportedContentError: a tensor takes more memory than may be used.
+    """
+    most = settings.memory_nbytes or available_memory() // 2 or sys.maxsize
+    for name in names:
+        if (needed := tensors.memory_for(name)) > most:
+            raise UnsupportedContentError(
+                f"{tensors.where}: {name!r} takes {human_size(needed)} of memory, with its largest chunk, and "
+                f"{human_size(most)} may be used: pass memory_nbytes of at least {needed}"
+            )
+
+
 def _read(
-    tensors: DirectoryTensors, by_key: Mapping[str, str], limit: int, keys: Sequence[str], progress: Progress
+    tensors: DirectoryTensors, by_key: Mapping[str, str], keys: Sequence[str], progress: Progress
 ) -> list[FileBytes]:
-    ends = [*accumulate((tensors.infos[by_key[key]].nbytes for key in keys), initial=0)]
+    ends = [*accumulate((tensors.tensors[by_key[key]].nbytes for key in keys), initial=0)]
     return [
-        tensor_bytes(tensors, by_key[key], limit, partial(tell_part, progress, begin, ends[-1]))
+        tensor_bytes(tensors, by_key[key], partial(tell_part, progress, begin, ends[-1]))
         for key, begin in zip(keys, ends, strict=False)
     ]
 
@@ -207,11 +230,9 @@ def write(source: Location, target: Location, settings: ConvertSettings, progres
         raise UnsupportedContentError(f"{name_of(source)}: it is a distributed checkpoint already; copy its directory")
     files = files_behind(source)
     if settings.verify:
-        compare = partial(_verified, settings)
-        tasks = [
-            FileToVerify(name_of(file), nbytes_at(file), partial(compare, file, names)) for file, names in files.items()
-        ]
-        compare_files(tasks, name_of(source), "huggingface", progress)
+        report = verify_source(weights_at(source) or source, backend=settings.backend, progress=progress)
+        if not report.complete:
+            warn_unverified(report.path)
     state = dict_in(_loaded(files), settings.root, name_of(source))
     planned = time.perf_counter()
     writer = FastensorStorageWriter(cast(str, target), sync_files=settings.durable, backend=settings.backend)
@@ -233,14 +254,6 @@ def write(source: Location, target: Location, settings: ConvertSettings, progres
         seconds=ended - started,
         stall_seconds=ended - started,
     )
-
-
-def _verified(settings: ConvertSettings, file: Location, names: Set[str] | None, progress: Progress) -> VerifyReport:
-    """Compare a file of the source. One without checksums is said."""
-    report = verify_part(file, names, settings.backend, progress)
-    if not report.complete:
-        warn_unverified(report.path)
-    return report
 
 
 def _loaded(files: Mapping[Location, set[str] | None]) -> Any:

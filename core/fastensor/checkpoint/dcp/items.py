@@ -14,19 +14,19 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from fastensor.backends import registry, stream
 from fastensor.backends.base import Extent
 from fastensor.backends.registry import Fallback
-from fastensor.backends.window import SMALL_NBYTES, ReadWindow, joined
+from fastensor.backends.window import SMALL_NBYTES, joined
 from fastensor.checkpoint.containers import recognize, start_of
 from fastensor.checkpoint.location import NO_LOCAL_FILE
 from fastensor.checkpoint.reading.load import load
 from fastensor.checkpoint.reading.opened import FileView, OpenedFile, OpenedReader, ReadOptions
-from fastensor.checkpoint.reading.reader import MeasuredReader, Memory, new_array
+from fastensor.checkpoint.reading.reader import Memory, PartReader, new_array
 from fastensor.checkpoint.tools.comparing import DamagedCheckpointError, VerifyReport, verify_opened
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.stitch.image import CHECKSUM_NBYTES
+from fastensor.stitch.parts import Damage, Part
 from fastensor.stitch.shards import TensorArchive, archive_of
 from fastensor.stitch.signatures import refuse_foreign
 
-_BLOCK_NBYTES = 4 << 20
 _ZIP = b"PK\3\4"
 
 
@@ -99,10 +99,9 @@ class Item:
         return self.nbytes <= SMALL_NBYTES
 
     @property
-    def payload_offset(self) -> int:
-        """Offset of the tensor's bytes in the file, if the layout is known."""
-        assert self.archive is not None
-        return self.offset + len(self.archive.head)
+    def part(self) -> Part:
+        """The item as a part of its file."""
+        return _ItemPart(self.fqn, self.nbytes, self.crc32, self.offset, self.offset + self.nbytes)
 
 
 def items_by_file(items: Iterable[Item]) -> dict[str, list[Item]]:
@@ -118,6 +117,20 @@ def is_safetensors(file: OpenedFile) -> bool:
     return recognize(start_of(file), file.nbytes) == "safetensors"
 
 
+class _ItemPart(Part):
+    """An item as a part of its file."""
+
+    __slots__ = ()
+
+    @property
+    def title(self) -> str:
+        return f"item {self.name!r}"
+
+    @property
+    def likely_cause(self) -> str:
+        return f"{super().likely_cause}, or the metadata are those of another save"
+
+
 class ItemReader:
     """Reads items of one file, fast in their order. Used by one thread, in a ``with`` block.
 
@@ -126,7 +139,6 @@ class ItemReader:
         items: what will be read, in this order.
         options: how the file is read.
         verify: whether CRC32s are compared.
-        order: what of the items will be read, if not all of them whole.
 
     Raises:
         UnsupportedContentError: the file is one of ``SerializationFormat.SAFETENSORS``.
@@ -137,15 +149,7 @@ class ItemReader:
     :class:`~fastensor.errors.CheckpointReadError` if the operating system fails to deliver bytes.
     """
 
-    def __init__(
-        self,
-        file: OpenedFile,
-        items: Sequence[Item],
-        options: ReadOptions,
-        *,
-        verify: bool,
-        order: Sequence[Extent] | None = None,
-    ) -> None:
+    def __init__(self, file: OpenedFile, items: Sequence[Item], options: ReadOptions, *, verify: bool) -> None:
         self.where = file.where
         self.verify = verify
         self._file = file
@@ -163,10 +167,8 @@ class ItemReader:
                 )
             end = item.offset + item.nbytes
             item.check_is_in(file)
-        if order is None:
-            order = joined(part for item in items for part in _parts(item))
-        self._reader = MeasuredReader(file, order, options, [])
-        self._window = ReadWindow(self._read_small, order)
+        order = joined(part for item in items for part in _parts(item))
+        self._reader = PartReader(file, order, options, verify=verify)
 
     def __enter__(self) -> Self:
         return self
@@ -174,25 +176,22 @@ class ItemReader:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._reader.close(completed=kind is None)
 
-    def _read_small(self, offset: int, target: memoryview) -> None:
-        self._reader.read(offset, target, checksum=self.verify)
-
     def read(self, item: Item) -> bytes:
         """All bytes of an item, compared."""
+        if not item.nbytes:
+            return b""
         if item.is_small:
-            data = bytes(self._window.part(item.offset, item.nbytes)) if item.nbytes else b""
-            found = isal_zlib.crc32(data) if self.verify else 0
+            self._reader.read_small(item.part)
+            data = bytes(self._reader.window.part(item.offset, item.nbytes))
         else:
             buffer = bytearray(item.nbytes)
-            found = self._reader.read(item.offset, memoryview(buffer), checksum=self.verify)
+            self._reader.read(item.part, memoryview(buffer))
             data = bytes(buffer)
-        if self.verify:
-            self._compare(item, found)
-            if item.crc32 is None and data.startswith(_ZIP):
-                try:
-                    self.verify_records(item)
-                except DamagedCheckpointError as error:
-                    raise CorruptCheckpointError(f"{self.where}: {item.title}: {error}") from error
+        if self.verify and item.crc32 is None and data.startswith(_ZIP):
+            try:
+                self.verify_records(item)
+            except DamagedCheckpointError as error:
+                raise CorruptCheckpointError(f"{self.where}: {item.title}: {error}") from error
         return data
 
     def as_file(self, item: Item) -> BinaryIO:
@@ -221,55 +220,40 @@ class ItemReader:
             if self._fill(item, array.data):
                 found = torch.from_numpy(array).view(item.dtype) if array.nbytes else torch.empty(0, dtype=item.dtype)
                 return found.view(item.shape)
-        self.compare(item)
+        self._reader.check(item.part)
         return unpickled(self.as_file(item), f"{self.where}: {item.title}", verify=self.verify and item.crc32 is None)
 
     def _fill(self, item: Item, target: Memory) -> bool:
-        """Read the bytes of a tensor, compared. Returns False, and reads none of them, if the layout is another one."""
-        if not self.has_known_layout(item):
+        """Read the bytes of a tensor, compared. Returns False, and reads none of them, if the item is no contiguous
+        tensor as our writer and torch's write it. A small item is read with its neighbours."""
+        archive, window = item.archive, self._reader.window
+        assert archive is not None
+        head = archive.head
+        if window.part(item.offset, item.nbytes if item.is_small else len(head))[: len(head)] != head:
             return False
-        self.compare_payload(item, self.read_payload(item, 0, target))
+        begin = item.offset + len(head)
+        if item.is_small and isinstance(target, memoryview):
+            target[:] = window.part(begin, target.nbytes)
+            found = int(isal_zlib.crc32(target)) if self.verify else 0
+        else:
+            found = self._reader.read_range(item.part, len(head), target, checksum=self.verify)
+        self._check(item, found, window.part(begin + archive.payload_nbytes, len(archive.tail)))
         return True
 
-    def has_known_layout(self, item: Item) -> bool:
-        """True if an item is a contiguous tensor as our writer and torch's write it, so that parts can be read. A small
-        item is read with its neighbours."""
-        head = b"" if item.archive is None else item.archive.head
-        nbytes = item.nbytes if item.is_small else len(head)
-        return bool(head) and self._window.part(item.offset, nbytes)[: len(head)] == head
-
-    def read_payload(self, item: Item, begin: int, target: Memory) -> int:
-        """Fill ``target`` from an offset in the bytes of a tensor whose layout is known. Returns their CRC32, which is
-        for :meth:`compare_payload`; 0 if nothing is compared."""
-        offset = item.payload_offset + begin
-        if not (item.is_small and isinstance(target, memoryview)):
-            return self._reader.read(offset, target, checksum=self.verify)
-        target[:] = self._window.part(offset, target.nbytes)
-        return int(isal_zlib.crc32(target)) if self.verify else 0
-
-    def compare_payload(self, item: Item, crc32: int) -> None:
-        """Compare a tensor whose layout is known, all of which has been read by :meth:`read_payload`."""
-        archive = item.archive
+    def _check(self, item: Item, payload_crc32: int, tail: memoryview) -> None:
+        """Compare an item whose tensor has been read: all of it, or the tensor with the CRC32s in a file of torch's."""
+        archive, part = item.archive, item.part
         assert archive is not None
-        tail = self._window.part(item.payload_offset + archive.payload_nbytes, len(archive.tail))
-        if not self.verify:
-            return
-        if item.crc32 is not None:
-            self._compare(item, archive.crc32_around(crc32, tail))
+        if part.crc32 is not None:
+            self._reader.check_read(part, archive.crc32_around(payload_crc32, tail))
             return
         for at in archive.blanks:
             expected = int.from_bytes(tail[at : at + CHECKSUM_NBYTES], "little")
-            if expected != crc32:
-                raise self._damaged(item, crc32, expected)
+            self._reader.check_read(part._replace(crc32=expected), payload_crc32)
 
-    def compare(self, item: Item) -> None:
-        """Read an item in bounded memory, and compare it with its CRC32 in the metadata, if it has one."""
-        if self.verify and item.crc32 is not None:
-            self._compare(item, self.crc32_of(item))
-
-    def _compare(self, item: Item, found: int) -> None:
-        if item.crc32 is not None and found != item.crc32:
-            raise self._damaged(item, found, item.crc32)
+    def find_damage(self, item: Item, progress: Callable[[int], object]) -> Damage | None:
+        """See :meth:`~fastensor.checkpoint.reading.reader.PartReader.find_damage`."""
+        return self._reader.find_damage(item.part, progress)
 
     def verify_records(self, item: Item) -> VerifyReport | None:
         """Compare the records of an item of torch's writers. None if the item is no zip archive.
@@ -289,24 +273,6 @@ class ItemReader:
             raise
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{self.where}: {item.title}: {error}") from error
-
-    def _damaged(self, item: Item, found: int, expected: int) -> CorruptCheckpointError:
-        return CorruptCheckpointError(
-            f"{self.where}: {item.title} has CRC32 {found:08x}, expected {expected:08x}: the file was damaged after it "
-            f"was written, or the metadata are those of another save. Load an older checkpoint, or pass verify=False "
-            f"to get the damaged values"
-        )
-
-    def crc32_of(self, item: Item, progress: Callable[[int], object] = lambda done: None) -> int:
-        """The CRC32 of an item, read in bounded memory. ``progress`` is called with the bytes read so far."""
-        block = memoryview(bytearray(min(item.nbytes, _BLOCK_NBYTES)))
-        crc32 = 0
-        for at in range(0, item.nbytes, _BLOCK_NBYTES):
-            piece = block[: item.nbytes - at]
-            found = self._reader.read(item.offset + at, piece, checksum=True)
-            crc32 = isal_zlib.crc32_combine(crc32, found, piece.nbytes)
-            progress(at + piece.nbytes)
-        return int(crc32)
 
 
 class _Slice:
@@ -365,6 +331,6 @@ def _parts(item: Item) -> Iterable[tuple[int, int, bool]]:
         return []  # it is read as a file of its own
     if item.is_small or item.archive is None:
         return [(item.offset, end, item.is_small)]
-    begin = item.payload_offset
+    begin = item.offset + len(item.archive.head)
     behind = begin + item.archive.payload_nbytes
     return [(item.offset, begin, True), (begin, behind, False), (behind, end, True)]

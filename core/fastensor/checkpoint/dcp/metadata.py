@@ -12,9 +12,10 @@ import os
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from isal import isal_zlib
@@ -55,6 +56,9 @@ _MOST_DIMENSIONS = 64
 _MODULE = "torch.distributed.checkpoint"
 _PATHS = re.compile(r"pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path")
 _LAYOUT = "torch.serialization._get_layout"
+_PLAIN = (str, int, float, bool, type(None), torch.Size, torch.dtype, bytes)
+_Field: TypeAlias = Callable[[Any], bool]
+"""True if the value of an attribute is what it has to be."""
 _MEMORY_FORMAT = "MEM_FORMAT_ENCODING"
 """The end of the name of an enum, which has had others in older versions of torch."""
 
@@ -166,15 +170,9 @@ class _MetadataBuilder:
         self._left = most
         self._done: dict[int, Any] = {}
 
-    def count(self, elements: Sequence[Any]) -> None:
-        """Refuse lists that stand in the file once and are in so many places that visiting them takes long."""
-        self._left -= len(elements)
-        _check(self._left >= 0, "lists of more than the file holds")
-
     def build(self, value: Any) -> Any:
         """Raises ``ValueError`` or ``TypeError`` if something is not as torch makes it."""
-        kind = type(value)
-        if kind in (str, int, float, bool, type(None), torch.Size, torch.dtype, bytes):
+        if type(value) in _PLAIN:
             return value
         if id(value) not in self._done:
             self._done[id(value)] = self._new(value)
@@ -196,102 +194,45 @@ class _MetadataBuilder:
         raise TypeError(f"found a {type(value).__name__}")
 
     def _object(self, value: UnknownObject) -> Any:
-        maker = _MAKERS.get(value.name)
-        if maker is not None:
-            return maker(self, value)
+        if value.name in _PROPERTIES:
+            return _properties(value)
         if _PATHS.fullmatch(value.name):
-            parts = value.parts[1]
-            return os.path.join("", *map(_text, parts))
-        return value
+            return os.path.join("", *value.parts[1])
+        return self._record(value, _RECORDS[value.name]) if value.name in _RECORDS else value
 
-    def state(self, value: UnknownObject) -> dict[str, Any]:
-        """The attributes of an object."""
-        if len(value.parts) != 3 or type(value.parts[2]) is not dict:
-            raise ValueError(f"an object of {value.name} without attributes")
-        return dict(value.parts[2])
-
-
-def _metadata(builder: _MetadataBuilder, value: UnknownObject) -> Metadata:
-    state = builder.state(value)
-    entries = builder.build(state["state_dict_metadata"])
-    items = builder.build(state["storage_data"])
-    _check(isinstance(entries, dict) and all(isinstance(key, str) for key in entries), "names that are no texts")
-    kinds = (TensorStorageMetadata, BytesStorageMetadata)
-    _check(all(isinstance(one, kinds) for one in entries.values()), "entries that are neither tensors nor bytes")
-    _check(isinstance(items, dict), "no list of items; perhaps another writer's than torch's has made it")
-    for index, info in items.items():
-        _check(isinstance(index, MetadataIndex) and isinstance(info, _StorageInfo), "items of another writer's")
-    meta = builder.build(state.get("storage_meta"))
-    _check(meta is None or isinstance(meta, StorageMeta), "a storage_meta that is none")
-    version = state.get("version")
-    _check(version is None or isinstance(version, str), "a version that is no text")
-    return Metadata(entries, builder.build(state.get("planner_data")), items, meta, version)
+    def _record(self, value: UnknownObject, record: _Record) -> Any:
+        """An object of one of torch's classes, whose attributes are all as its fields say. Others are passed over."""
+        found = value.parts[2] if len(value.parts) > 2 else {}
+        _check(type(found) is dict, f"an object of {value.name} with other attributes")
+        state = {name: self.build(found.get(name)) for name in record.fields}
+        for name, one in state.items():
+            _check(record.fields[name](one), f"a {record.make.__name__} with a {name} that is none")
+            # refuse lists that stand in the file once and are in so many places that visiting them takes long
+            self._left -= len(one) if isinstance(one, list) else 0
+        _check(self._left >= 0, "lists of more than the file holds")
+        crc32 = state.pop("crc32", None)
+        made = record.make(**{name: one for name, one in state.items() if one is not None})
+        if crc32 is not None:
+            made.crc32 = crc32  # ours, see FORMAT.md
+        record.check(made)
+        return made
 
 
-def _index(builder: _MetadataBuilder, value: UnknownObject) -> MetadataIndex:
-    state = builder.state(value)
-    offset, number = state.get("offset"), state.get("index")
-    _check(offset is None or _is_size(offset), "an offset that is none")
-    _check(number is None or _is_count(number), "a number of a chunk that is none")
-    return MetadataIndex(_text(state["fqn"]), offset, number)
-
-
-def _storage_info(builder: _MetadataBuilder, value: UnknownObject) -> _StorageInfo:
-    state = builder.state(value)
-    path, offset, nbytes = state["relative_path"], state["offset"], state["length"]
-    _check(_is_inside(_text(path)), f"a file {path!r}, which is not in the directory")
-    _check(_is_count(offset) and _is_count(nbytes) and offset + nbytes <= _MAX_SIZE, "a place that no file has")
-    transforms = builder.build(state.get("transform_descriptors"))
-    if transforms is not None:
-        _check(isinstance(transforms, list | tuple), "transforms that are no list")
-        builder.count(transforms)
-        transforms = list(map(_text, transforms))
-    made = _StorageInfo(path, offset, nbytes, transforms)
-    crc32 = state.get("crc32")
-    if crc32 is not None:
-        _check(_is_count(crc32) and crc32 < 2**32, "a CRC32 that is none")
-        made.crc32 = crc32  # type: ignore[attr-defined]  # ours, see FORMAT.md
-    return made
-
-
-def _tensor(builder: _MetadataBuilder, value: UnknownObject) -> TensorStorageMetadata:
-    state = builder.state(value)
-    properties, size, chunks = builder.build(state["properties"]), state["size"], builder.build(state["chunks"])
-    _check(isinstance(properties, TensorProperties) and _is_size(size), "a tensor without a shape or a dtype")
-    _check(isinstance(chunks, list), "a tensor without a list of chunks")
-    builder.count(chunks)
-    for chunk in chunks:
-        is_chunk = isinstance(chunk, ChunkStorageMetadata) and len(chunk.offsets) == len(chunk.sizes) == len(size)
-        _check(is_chunk, "a chunk of another shape than its tensor")
-        is_inside = all(
-            begin + one <= whole for begin, one, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
-        )
-        _check(is_inside, "a chunk that reaches beyond its tensor")
-    return TensorStorageMetadata(properties, size, chunks)
-
-
-def _chunk(builder: _MetadataBuilder, value: UnknownObject) -> ChunkStorageMetadata:
-    state = builder.state(value)
-    _check(_is_size(state["offsets"]) and _is_size(state["sizes"]), "a chunk without offsets or sizes")
-    return ChunkStorageMetadata(state["offsets"], state["sizes"])
-
-
-def _properties(builder: _MetadataBuilder, value: UnknownObject) -> TensorProperties:
+def _properties(value: UnknownObject) -> TensorProperties:
     """The properties of a tensor. torch 2.15 writes strides behind them, which no torch uses to load, and for which an
     older one has no place."""
     dtype, layout, requires_grad, encoding, pin_memory, *more = value.parts[2]
     _check(isinstance(dtype, torch.dtype), "a tensor without a dtype")
     _check(isinstance(layout, UnknownObject) and layout.name == _LAYOUT, "a tensor without a layout")
-    name = _text(layout.parts[1][0])
-    found: Any = vars(torch).get(name.removeprefix("torch."))
-    _check(isinstance(found, torch.layout), f"a layout {name!r}, which torch does not have")
-    made = TensorProperties(dtype, found, bool(requires_grad is True), pin_memory=bool(pin_memory is True))
+    found: Any = vars(torch).get(layout.parts[1][0].removeprefix("torch."))
+    _check(isinstance(found, torch.layout), f"a layout {layout.parts[1][0]!r}, which torch does not have")
+    made = TensorProperties()
     made.__setstate__(  # type: ignore[no-untyped-call]  # torch gives it no types
-        (dtype, found, made.requires_grad, _memory_format(encoding), made.pin_memory)
+        (dtype, found, requires_grad is True, _memory_format(encoding), pin_memory is True)
     )
     if more:
         (strides,) = more
-        _check(strides is None or _is_strides(strides), "strides that are none")
+        _check(_or_none(_is_strides)(strides), "strides that are none")
         if hasattr(made, "strides"):
             made.strides = strides
     return made
@@ -309,44 +250,34 @@ def _memory_format(value: Any) -> _MEM_FORMAT_ENCODING:
     return _MEM_FORMAT_ENCODING(value.parts[1][0])
 
 
-def _storage_meta(builder: _MetadataBuilder, value: UnknownObject) -> StorageMeta:
-    state = builder.state(value)
-    texts = {name: builder.build(state.get(name)) for name in ("checkpoint_id", "save_id", "load_id")}
-    _check(all(one is None or isinstance(one, str) for one in texts.values()), "a name of a save that is no text")
-    modules = builder.build(state.get("modules") or [])
-    return StorageMeta(**texts, modules=list(map(_text, modules)))
-
-
-def _bytes(builder: _MetadataBuilder, value: UnknownObject) -> BytesStorageMetadata:
-    return BytesStorageMetadata()
-
-
-_MAKERS: dict[str, Callable[[_MetadataBuilder, UnknownObject], Any]] = {
-    f"{_MODULE}.metadata.Metadata": _metadata,
-    f"{_MODULE}.metadata.MetadataIndex": _index,
-    f"{_MODULE}.metadata.TensorStorageMetadata": _tensor,
-    f"{_MODULE}.metadata.BytesStorageMetadata": _bytes,
-    f"{_MODULE}.metadata.ChunkStorageMetadata": _chunk,
-    f"{_MODULE}.metadata.TensorProperties": _properties,
-    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": _properties,  # before torch 2.3
-    f"{_MODULE}.metadata.StorageMeta": _storage_meta,
-    f"{_MODULE}.filesystem._StorageInfo": _storage_info,
-}
-
-
 def _check(is_so: bool, what: str) -> None:
     if not is_so:
         raise ValueError(f"it has {what}")
 
 
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise ValueError(f"it has a {type(value).__name__} where a text is expected")
-    return value
+# What attributes are
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _MAX_SIZE
+def _or_none(field: _Field) -> _Field:
+    return lambda value: value is None or field(value)
+
+
+def _is_a(*kinds: type) -> _Field:
+    return lambda value: type(value) in kinds
+
+
+def _all_are(kind: type[Any], *elements: type) -> _Field:
+    return lambda value: type(value) is kind and all(type(one) in elements for one in value)
+
+
+def _maps(keys: type, *values: type) -> _Field:
+    return lambda value: (
+        isinstance(value, dict) and all(type(key) is keys and type(one) in values for key, one in dict.items(value))
+    )
+
+
+def _is_count(value: Any, most: int = _MAX_SIZE) -> bool:
+    return type(value) is int and 0 <= value <= most
 
 
 def _is_size(value: Any) -> bool:
@@ -362,6 +293,75 @@ def _is_strides(value: Any) -> bool:
     return type(value) is tuple and len(value) <= _MOST_DIMENSIONS and all(map(_is_count, value))
 
 
-def _is_inside(path: str) -> bool:
+def _is_inside(path: Any) -> bool:
     """True if a path is that of a file in a directory, and leads nowhere else."""
-    return bool(path) and not path.startswith("/") and "\0" not in path and ".." not in path.split("/")
+    return type(path) is str and path[:1] not in ("", "/") and "\0" not in path and ".." not in path.split("/")
+
+
+def _check_place(info: _StorageInfo) -> None:
+    _check(info.offset + info.length <= _MAX_SIZE, "a place that no file has")
+
+
+def _check_chunks(tensor: TensorStorageMetadata) -> None:
+    for chunk in tensor.chunks:
+        sizes: tuple[torch.Size, ...] = chunk.offsets, chunk.sizes, tensor.size
+        _check(len({*map(len, sizes)}) == 1, "a chunk of another shape than its tensor")
+        is_inside = all(begin + one <= whole for begin, one, whole in zip(*sizes, strict=True))
+        _check(is_inside, "a chunk that reaches beyond its tensor")
+
+
+class _Record(NamedTuple):
+    """One of torch's classes."""
+
+    make: type[Any]
+    fields: Mapping[str, _Field]
+    """What each attribute has to be. One that is missing is None."""
+    check: Callable[[Any], object] = bool
+    """Raises ``ValueError`` if the attributes do not fit each other."""
+
+
+_RECORDS = {
+    f"{_MODULE}.metadata.Metadata": _Record(
+        Metadata,
+        {
+            "state_dict_metadata": _maps(str, TensorStorageMetadata, BytesStorageMetadata),
+            "planner_data": lambda value: True,
+            "storage_data": _maps(MetadataIndex, _StorageInfo),
+            "storage_meta": _or_none(_is_a(StorageMeta)),
+            "version": _or_none(_is_a(str)),
+        },
+    ),
+    f"{_MODULE}.metadata.MetadataIndex": _Record(
+        MetadataIndex, {"fqn": _is_a(str), "offset": _or_none(_is_size), "index": _or_none(_is_count)}
+    ),
+    f"{_MODULE}.metadata.TensorStorageMetadata": _Record(
+        TensorStorageMetadata,
+        {"properties": _is_a(TensorProperties), "size": _is_size, "chunks": _all_are(list, ChunkStorageMetadata)},
+        _check_chunks,
+    ),
+    f"{_MODULE}.metadata.BytesStorageMetadata": _Record(BytesStorageMetadata, {}),
+    f"{_MODULE}.metadata.ChunkStorageMetadata": _Record(ChunkStorageMetadata, {"offsets": _is_size, "sizes": _is_size}),
+    f"{_MODULE}.metadata.StorageMeta": _Record(
+        StorageMeta,
+        {
+            **dict.fromkeys(("checkpoint_id", "save_id", "load_id"), _or_none(_is_a(str))),
+            "modules": _or_none(_all_are(list, str)),
+        },
+    ),
+    f"{_MODULE}.filesystem._StorageInfo": _Record(
+        _StorageInfo,
+        {
+            "relative_path": _is_inside,
+            "offset": _is_count,
+            "length": _is_count,
+            "transform_descriptors": _or_none(_all_are(list, str)),
+            "crc32": _or_none(partial(_is_count, most=2**32 - 1)),
+        },
+        _check_place,
+    ),
+}
+"""The classes in metadata that are plain records."""
+_PROPERTIES = (
+    f"{_MODULE}.metadata.TensorProperties",
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",  # before torch 2.3
+)

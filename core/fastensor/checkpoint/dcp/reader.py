@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint._extension import ExtensionRegistry
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
@@ -20,12 +20,10 @@ from torch.futures import Future
 from fastensor.backends import registry
 from fastensor.checkpoint.dcp.items import Item, ItemReader, items_by_file, unpickled
 from fastensor.checkpoint.dcp.metadata import check_planner_data, check_seal, chunks_in, read_metadata
-from fastensor.checkpoint.dcp.storage import directory_at
+from fastensor.checkpoint.dcp.storage import InDirectory
 from fastensor.checkpoint.directories import METADATA_NAME
-from fastensor.checkpoint.location import locate
 from fastensor.checkpoint.models.ties import sharing
 from fastensor.checkpoint.reading.opened import ReadOptions
-from fastensor.errors import CheckpointReadError, FastensorError
 from fastensor.files.arguments import check_flags, checks_keywords
 from fastensor.files.shown import shown
 from fastensor.select.transfer import BackendChoice, check_choice
@@ -36,7 +34,7 @@ _Requests: TypeAlias = dict[tuple[str, tuple[int, ...]], list[ReadItem]]
 
 
 @checks_keywords
-class FastensorStorageReader(FileSystemReader):
+class FastensorStorageReader(InDirectory, FileSystemReader):
     """Reads a distributed checkpoint: takes the place of torch's ``FileSystemReader`` and ``FsspecReader``.
 
     It reads what :class:`FastensorStorageWriter` or torch's writers have written in the format
@@ -83,26 +81,6 @@ class FastensorStorageReader(FileSystemReader):
     @shown
     def __repr__(self) -> str:
         return f" of {self._directory.path!r}: verify {self.verify}, backend {self.backend!r}"
-
-    def _move_to(self, path: str | os.PathLike[str]) -> None:
-        self._directory = directory_at(path, self._storage_options)
-        self.fs = cast(FileSystem, self._directory.filesystem)  # as in torch's FsspecReader and FsspecWriter
-        self.path = self._directory.as_torch_names_it
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a load, from another directory if ``checkpoint_id`` is one."""
-        super().reset()
-        self._metadata = None
-        if checkpoint_id:
-            self._move_to(checkpoint_id)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """True if a checkpoint can be there: at any path, and at the URLs that ``fsspec`` knows."""
-        try:
-            return not hasattr(locate(checkpoint_id), "read")
-        except (FastensorError, TypeError):
-            return False
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata of all ranks, or those of ``rank`` if ranks have saved without collectives.
@@ -163,17 +141,9 @@ class FastensorStorageReader(FileSystemReader):
 
     def _read_file(self, name: str, items: list[Item], requests: _Requests, planner: LoadPlanner) -> None:
         options = ReadOptions(self.backend)
-        try:
-            with self._directory.open(name) as file, ItemReader(file, items, options, verify=self.verify) as reader:
-                for item in items:
-                    self._read_item(reader, item, requests[item.fqn, item.chunk_offset], planner)
-        except FileNotFoundError as error:
-            raise CheckpointReadError(
-                error.errno,
-                f"{METADATA_NAME} names this file, which is missing: it was not copied, the metadata are those of "
-                f"another save, or a save has replaced the checkpoint meanwhile, so that it can be loaded again",
-                self._directory.name_of(name),
-            ) from error
+        with self._directory.open(name) as file, ItemReader(file, items, options, verify=self.verify) as reader:
+            for item in items:
+                self._read_item(reader, item, requests[item.fqn, item.chunk_offset], planner)
 
     def _read_item(self, reader: ItemReader, item: Item, requests: list[ReadItem], planner: LoadPlanner) -> None:
         if requests[0].type == LoadItemType.BYTE_IO:

@@ -4,45 +4,85 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 
+from fastensor.checkpoint.directories import METADATA_NAME
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.reading.opened import OpenedFile, opened
 from fastensor.checkpoint.remote import Upload, open_remote, refusals_as_os_errors
 from fastensor.checkpoint.writing.freeing import freeing_afterwards
 from fastensor.checkpoint.writing.outputs import Output, Replacement
+from fastensor.errors import CheckpointReadError, FastensorError
 from fastensor.files import posix
-from fastensor.files.atomic import LEFTOVER_SECONDS, new_file
-from fastensor.files.os_errors import kept_at, read_errors, write_errors
+from fastensor.files.atomic import LEFTOVER_SECONDS
+from fastensor.files.os_errors import read_errors, write_errors
 
 _NOT_REMOVED = "a file that is not needed any more cannot be removed"
 _IN_PLACE = "no checkpoint needs it, and those beside it are as they were"
 
 
-class Directory(Protocol):
-    """The directory of one checkpoint."""
+class Directory:
+    """The directory of one checkpoint. Durability in a remote one is up to its filesystem.
 
-    @property
-    def path(self) -> str:
-        """A path or URL, for messages."""
+    Args:
+        path: a path or URL, as users give it.
+        storage_options: what ``fsspec`` needs to reach a URL.
 
-    @property
-    def filesystem(self) -> FileSystemBase:
-        """The same filesystem, as torch's own classes want it."""
+    Raises:
+        UnknownFilesystemError: ``fsspec`` cannot reach the URL.
+        TypeError: ``path`` is neither a path nor a URL.
+    """
 
-    @property
-    def as_torch_names_it(self) -> str | os.PathLike[str]:
-        """The ``path`` of torch's own reader and writer."""
+    filesystem: FileSystemBase
+    """The same filesystem, as torch's own classes want it."""
+    as_torch_names_it: str | Path
+    """The ``path`` of torch's own reader and writer."""
+
+    def __init__(self, path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> None:
+        found = locate(path, storage_options)
+        self._remote = found if isinstance(found, RemotePath) else None
+        self._unsynced: set[str] = set()
+        """Directories whose new entries are not durable yet."""
+        if isinstance(found, str):
+            self.path, self.as_torch_names_it, self.filesystem = os.path.abspath(found), Path(found), FileSystem()
+        elif isinstance(found, RemotePath):
+            from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
+
+            self.path, self.as_torch_names_it, self.filesystem = found.url, found.url, FsspecFileSystem()
+            self.filesystem.fs = found.filesystem
+        else:
+            raise TypeError(f"expected the path or URL of a directory, found {type(path).__name__}")
 
     def name_of(self, name: str) -> str:
-        """The path or URL of a file, for messages."""
+        """The path or URL of a file."""
+        return f"{self.path.rstrip('/')}/{name}"
+
+    def _at(self, name: str) -> RemotePath | None:
+        """A file of a remote directory."""
+        place = self._remote
+        return place and RemotePath(self.name_of(name), place.filesystem, f"{place.path.rstrip('/')}/{name}")
 
     def make(self) -> None:
         """Create the directory, and those above it. It may exist."""
+        path = self.path
+        while self._remote is None and not os.path.isdir(path) and os.path.dirname(path) != path:
+            path = os.path.dirname(path)
+            self._unsynced.add(path)
+        with write_errors(self.path, "the directory cannot be created"), refusals_as_os_errors():
+            if self._remote is None:
+                os.makedirs(self.path, exist_ok=True)
+            else:
+                self._remote.filesystem.makedirs(self._remote.path, exist_ok=True)
+
+    def sync(self) -> None:
+        """Make the names of all files durable, and the directory's own."""
+        for path in (self.path, *self._unsynced) if self._remote is None else ():
+            posix.sync_directory(path)
+        self._unsynced.clear()
 
     def create(self, name: str) -> Output:
         """A file that is to get a name. The caller closes it.
@@ -50,13 +90,8 @@ class Directory(Protocol):
         Raises:
             OSError: the directory does not let files be created.
         """
-
-    def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-        """Put a file in place of another one, atomically.
-
-        Raises:
-            CheckpointWriteError: the file could not be written.
-        """
+        remote = self._at(name)
+        return Replacement(self.name_of(name)) if remote is None else Upload(remote)
 
     def read(self, name: str) -> bytes:
         """All bytes of a file.
@@ -65,12 +100,45 @@ class Directory(Protocol):
             FileNotFoundError: there is no such file.
             CheckpointReadError: the file could not be read.
         """
+        path, remote = self.name_of(name), self._at(name)
+        with read_errors(path), refusals_as_os_errors():
+            found: bytes = Path(path).read_bytes() if remote is None else remote.filesystem.cat_file(remote.path)
+        return found
 
-    def open(self, name: str) -> AbstractContextManager[OpenedFile]:
-        """Open a file for reading. Raises as :func:`fastensor.checkpoint.reading.opened.opened`."""
+    @contextmanager
+    def open(self, name: str) -> Iterator[OpenedFile]:
+        """Open a file that the metadata name.
+
+        Raises:
+            CheckpointReadError: it is missing, or cannot be opened.
+            EmptyCheckpointError: it is empty.
+        """
+        path, remote = self.name_of(name), self._at(name)
+        with ExitStack() as stack:
+            try:
+                if remote is None:
+                    file = stack.enter_context(opened(path))
+                else:
+                    with read_errors(path):
+                        file = open_remote(remote, path, stack)
+            except FileNotFoundError as error:
+                raise CheckpointReadError(
+                    error.errno,
+                    f"{METADATA_NAME} names this file, which is missing: it was not copied, the metadata are those of "
+                    f"another save, or a save has replaced the checkpoint meanwhile, so that it can be loaded again",
+                    path,
+                ) from error
+            yield file
 
     def names(self) -> list[str]:
         """The names of all files; none if there is no directory."""
+        found: list[str] = []
+        with read_errors(self.path), suppress(FileNotFoundError), refusals_as_os_errors():
+            if self._remote is None:
+                return os.listdir(self.path)
+            self._remote.filesystem.invalidate_cache(self._remote.path)
+            found = self._remote.filesystem.ls(self._remote.path, detail=False)
+        return [str(path).rsplit("/", 1)[-1] for path in found]
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files. Those that are missing are passed over. A thread frees the space of local ones afterwards.
@@ -78,175 +146,54 @@ class Directory(Protocol):
         Raises:
             CheckpointWriteError: a file could not be removed.
         """
+        for name in names:
+            path, remote = self.name_of(name), self._at(name)
+            with (
+                write_errors(path, _NOT_REMOVED, _IN_PLACE),
+                freeing_afterwards(path) if remote is None else nullcontext(),
+                suppress(FileNotFoundError),
+                refusals_as_os_errors(),
+            ):
+                if remote is None:
+                    os.unlink(path)
+                else:
+                    remote.filesystem.rm_file(remote.path)
 
     def is_left_over(self, name: str, new: str) -> bool:
         """True if a file is so much older than a new one that no living process can be about to use it. Both times are
-        those of the filesystem."""
-
-
-class LocalDirectory:
-    """See :class:`Directory`."""
-
-    def __init__(self, path: str) -> None:
-        self.path = os.path.abspath(path)
-        self.filesystem: FileSystemBase = FileSystem()
-        self.as_torch_names_it = Path(path)
-        self._unsynced: set[str] = set()
-        """Directories whose new entries are not durable yet."""
-
-    def name_of(self, name: str) -> str:
-        return os.path.join(self.path, name)
-
-    def make(self) -> None:
-        missing = []
-        path = self.path
-        while not os.path.isdir(path) and os.path.dirname(path) != path:
-            path = os.path.dirname(path)
-            missing.append(path)
-        with write_errors(self.path, "the directory cannot be created"):
-            os.makedirs(self.path, exist_ok=True)
-        self._unsynced.update(missing)
-
-    def sync(self) -> None:
-        """Make the names of all files durable, and the directory's own."""
-        for path in (self.path, *self._unsynced):
-            posix.sync_directory(path)
-        self._unsynced.clear()
-
-    def create(self, name: str) -> Replacement:
-        return Replacement(self.name_of(name))
-
-    def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-        with new_file(self.name_of(name), "the save failed") as new:
-            new.write_at(memoryview(data), 0)
-            if durable:
-                posix.sync_file(new.fd)
-                self.sync()
-            new.publish(durable=durable)
-
-    def read(self, name: str) -> bytes:
-        path = self.name_of(name)
-        with read_errors(path):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                return posix.read_exactly(fd, 0, os.fstat(fd).st_size)
-            finally:
-                posix.close_read_only(fd)
-
-    def open(self, name: str) -> AbstractContextManager[OpenedFile]:
-        return opened(self.name_of(name))
-
-    def names(self) -> list[str]:
-        with read_errors(self.path), suppress(FileNotFoundError):
-            return os.listdir(self.path)
-        return []
-
-    def remove(self, names: Iterable[str]) -> None:
-        for name in names:
-            path = self.name_of(name)
-            with (
-                write_errors(path, _NOT_REMOVED, _IN_PLACE),
-                freeing_afterwards(path),
-                suppress(FileNotFoundError),
-            ):
-                os.unlink(path)
-
-    def is_left_over(self, name: str, new: str) -> bool:
+        those of the filesystem. False for remote files: not all filesystems have times."""
+        if self._remote is not None:
+            return False
         path = self.name_of(name)
         with write_errors(path, _NOT_REMOVED, _IN_PLACE), suppress(FileNotFoundError):
             return os.stat(path).st_mtime < os.stat(self.name_of(new)).st_mtime - LEFTOVER_SECONDS
         return False
 
 
-class RemoteDirectory:
-    """See :class:`Directory`. Durability is up to the filesystem.
+class InDirectory:
+    """What the storage writer and the storage reader have in common: the directory that they are used for, which each
+    save or load may change. In front of torch's own class in the list of bases."""
 
-    Args:
-        location: the directory.
-    """
+    _storage_options: Mapping[str, Any] | None
+    _directory: Directory
+    fs: FileSystem
+    path: str | os.PathLike[str]
 
-    def __init__(self, location: RemotePath) -> None:
-        from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFileSystem
+    def _move_to(self, path: str | os.PathLike[str]) -> None:
+        self._directory = Directory(path, self._storage_options)
+        self.fs = cast(FileSystem, self._directory.filesystem)  # as in torch's FsspecReader and FsspecWriter
+        self.path = self._directory.as_torch_names_it
 
-        self.path = location.url
-        self._location = location
-        adapter = FsspecFileSystem()
-        adapter.fs = location.filesystem
-        self.filesystem: FileSystemBase = adapter
-        self.as_torch_names_it = location.url
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a save or load, in another directory if ``checkpoint_id`` is one."""
+        super().reset()  # type: ignore[misc]  # of torch's class
+        if checkpoint_id:
+            self._move_to(checkpoint_id)
 
-    def at(self, name: str) -> RemotePath:
-        """A file in the directory."""
-        place = self._location
-        return RemotePath(self.name_of(name), place.filesystem, f"{place.path.rstrip('/')}/{name}")
-
-    def name_of(self, name: str) -> str:
-        return f"{self.path.rstrip('/')}/{name}"
-
-    def make(self) -> None:
-        with write_errors(self.path, "the directory cannot be created"), refusals_as_os_errors():
-            self._location.filesystem.makedirs(self._location.path, exist_ok=True)
-
-    def create(self, name: str) -> Upload:
-        return Upload(self.at(name))
-
-    def replace(self, name: str, data: bytes, *, durable: bool) -> None:
-        path = self.name_of(name)
-        with write_errors(path, "the save failed", kept_at(path)), closing(self.create(name)) as file:
-            file.begin(len(data))
-            file.write(memoryview(data))
-            file.replace(durable=False)
-
-    def read(self, name: str) -> bytes:
-        with read_errors(self.name_of(name)), refusals_as_os_errors():
-            found: bytes = self._location.filesystem.cat_file(self.at(name).path)
-        return found
-
-    @contextmanager
-    def open(self, name: str) -> Iterator[OpenedFile]:
-        where = self.name_of(name)
-        with ExitStack() as stack:
-            with read_errors(where):
-                file = open_remote(self.at(name), where, stack)
-            yield file
-
-    def names(self) -> list[str]:
-        found: list[str] = []
-        with read_errors(self.path), suppress(FileNotFoundError), refusals_as_os_errors():
-            self._location.filesystem.invalidate_cache(self._location.path)
-            found = self._location.filesystem.ls(self._location.path, detail=False)
-        return [str(path).rsplit("/", 1)[-1] for path in found]
-
-    def remove(self, names: Iterable[str]) -> None:
-        for name in names:
-            where = self.name_of(name)
-            with (
-                write_errors(where, _NOT_REMOVED, _IN_PLACE),
-                suppress(FileNotFoundError),
-                refusals_as_os_errors(),
-            ):
-                self._location.filesystem.rm_file(self.at(name).path)
-
-    def is_left_over(self, name: str, new: str) -> bool:
-        return False  # not all remote filesystems have times
-
-
-def directory_at(
-    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
-) -> LocalDirectory | RemoteDirectory:
-    """The directory at a path or a URL.
-
-    Args:
-        path: as users give it.
-        storage_options: what ``fsspec`` needs to reach a URL.
-
-    Raises:
-        UnknownFilesystemError: ``fsspec`` cannot reach the URL.
-        TypeError: ``path`` is neither a path nor a URL.
-    """
-    found = locate(path, storage_options)
-    if isinstance(found, str):
-        return LocalDirectory(found)
-    if isinstance(found, RemotePath):
-        return RemoteDirectory(found)
-    raise TypeError(f"expected the path or URL of a directory, found {type(path).__name__}")
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """True if a checkpoint can be there: at any path, and at the URLs that ``fsspec`` knows."""
+        try:
+            return isinstance(locate(checkpoint_id), str | RemotePath)
+        except (FastensorError, TypeError):
+            return False

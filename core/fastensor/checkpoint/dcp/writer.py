@@ -30,7 +30,6 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
     DEFAULT_SUFFIX,
-    FileSystem,
     FileSystemWriter,
     SerializationFormat,
     _split_by_size_and_type,
@@ -48,13 +47,12 @@ from fastensor.backends.registry import announce
 from fastensor.backends.threads import run_each
 from fastensor.checkpoint.dcp.metadata import file_names, sealed
 from fastensor.checkpoint.dcp.staging import OtherStructureError, staged_again
-from fastensor.checkpoint.dcp.storage import LocalDirectory, RemoteDirectory, directory_at
+from fastensor.checkpoint.dcp.storage import Directory, InDirectory
 from fastensor.checkpoint.directories import METADATA_NAME, SHARD_NAMES, is_metadata_name
-from fastensor.checkpoint.location import locate
 from fastensor.checkpoint.writing.freeing import wait_for_space
 from fastensor.checkpoint.writing.outputs import Output, StreamOutput
 from fastensor.checkpoint.writing.save_transaction import write_by_backend
-from fastensor.errors import CheckpointWriteError, FastensorError, UnsupportedContentError
+from fastensor.errors import CheckpointWriteError, UnsupportedContentError
 from fastensor.files import posix
 from fastensor.files.arguments import check_flags, check_whole, checks_keywords
 from fastensor.files.os_errors import kept_at, write_errors
@@ -64,6 +62,7 @@ from fastensor.stitch import safetensors, shards
 from fastensor.stitch.plain_tensors import NO_VALUES, skips_values
 from fastensor.stitch.source import Plan
 
+_FAILED = "the save failed"
 _TOKEN_NBYTES = 4
 _OUR_NAME = re.compile(r"__\d+_[0-9a-f]{16}_\d+\.distcp")
 
@@ -72,7 +71,7 @@ _OUR_NAME = re.compile(r"__\d+_[0-9a-f]{16}_\d+\.distcp")
 class _Begun:
     """A save that this rank coordinates and has not completed yet."""
 
-    directory: LocalDirectory | RemoteDirectory
+    directory: Directory
     metadata_name: str
     token: str
     """In the names of all files of the save."""
@@ -83,7 +82,7 @@ class _Staged(dict[str, Any]):
 
 
 @checks_keywords
-class FastensorStorageWriter(FileSystemWriter):
+class FastensorStorageWriter(InDirectory, FileSystemWriter):
     """Writes a distributed checkpoint: takes the place of torch's ``FileSystemWriter`` and ``FsspecWriter``.
 
     The files are those that torch's writer makes, and torch's ``FileSystemReader`` reads them. What differs:
@@ -173,9 +172,7 @@ class FastensorStorageWriter(FileSystemWriter):
         return f" of {self._directory.path!r}: backend {self.backend!r}"
 
     def _move_to(self, path: str | os.PathLike[str]) -> None:
-        self._directory = directory_at(path, self._storage_options)
-        self.fs = cast(FileSystem, self._directory.filesystem)  # as in torch's FsspecReader and FsspecWriter
-        self.path = self._directory.as_torch_names_it
+        super()._move_to(path)
         self._replaced: set[str] = set()
         """Files of replaced checkpoints in the directory that have not been removed yet."""
 
@@ -189,20 +186,6 @@ class FastensorStorageWriter(FileSystemWriter):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._move_to(cast(str, self.path))
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a save, to another directory if ``checkpoint_id`` is one."""
-        super().reset()
-        if checkpoint_id:
-            self._move_to(checkpoint_id)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """True if a checkpoint can be written there: to any path, and to the URLs that ``fsspec`` knows."""
-        try:
-            return not hasattr(locate(checkpoint_id), "write")
-        except (FastensorError, TypeError):
-            return False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy a state to memory of the host, so that training may change it while it is saved."""
@@ -270,8 +253,8 @@ class FastensorStorageWriter(FileSystemWriter):
         write = partial(self._write_file, planner)
         try:
             written = run_each(write, files, most=self.thread_count)
-            if self.sync_files and isinstance(self._directory, LocalDirectory):
-                with write_errors(self._directory.path, "the save failed", self._kept):
+            if self.sync_files:
+                with write_errors(self._directory.path, _FAILED, self._kept):
                     self._directory.sync()
             self._check_nothing_has_begun()
         except BaseException as error:
@@ -297,7 +280,10 @@ class FastensorStorageWriter(FileSystemWriter):
         metadata.storage_data = {one.index: one.storage_data for some in results for one in some}
         metadata.storage_meta = self.storage_meta()
         self._replaced |= self._existing()
-        self._directory.replace(self._metadata_name, sealed(metadata), durable=self.sync_files)
+        data = sealed(metadata)
+        with self._created(self._metadata_name, durable=self.sync_files) as output:
+            output.begin(0)  # space is reserved in whole blocks, which a backend would cut off
+            output.write_at(memoryview(data), 0)
         self._begun = None
         self._remove_old({self._metadata_name, *file_names(metadata)})
 
@@ -345,15 +331,18 @@ class FastensorStorageWriter(FileSystemWriter):
         return kept_at(self._directory.name_of(self._metadata_name))
 
     @contextmanager
-    def _created(self, name: str) -> Iterator[Output]:
-        """A file, which gets its name at the end of the block."""
+    def _created(self, name: str, *, durable: bool = False) -> Iterator[Output]:
+        """A file, which gets its name at the end of the block, durably on request."""
         where = self._directory.name_of(name)
-        with write_errors(where, "the save failed", self._kept), closing(self._directory.create(name)) as output:
+        with write_errors(where, _FAILED, self._kept):
+            output = self._directory.create(name)
+        left = output.left if name == self._metadata_name else self._kept
+        with write_errors(where, _FAILED, left), closing(output):
             yield output
             output.end()
             if self.sync_files and output.is_synced:
                 posix.sync_file(output.fd)
-            output.replace(durable=False)
+            output.replace(durable=durable)
 
     def _write_plan(self, name: str, plan: Plan) -> Sequence[int] | None:
         """Write a planned file. Returns the CRC32s of its storages; None if they are not known."""

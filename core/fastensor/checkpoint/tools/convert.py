@@ -18,7 +18,7 @@ from fastensor.checkpoint.progress import Progress, reporting
 from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.tools.catalog import TensorInfo
 from fastensor.checkpoint.tools.conversion.copying import cast_bytes
-from fastensor.checkpoint.tools.conversion.same_file import check_nothing_is_lost, is_same_file
+from fastensor.checkpoint.tools.conversion.same_file import is_same_file
 from fastensor.checkpoint.tools.conversion.settings import ConvertSettings, WrittenContainer
 from fastensor.checkpoint.tools.conversion.sources import ConversionSource, open_source, what_shares_memory
 from fastensor.checkpoint.writing.save import SavedContainer, SaveSettings
@@ -28,9 +28,6 @@ from fastensor.files.arguments import as_nbytes, checks_keywords
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.shape import row_major
 from fastensor.stitch.source import FileBytes, Plan
-
-MEMORY_NBYTES = 2 << 30
-"""Memory that a conversion takes by default."""
 
 
 @checks_keywords
@@ -47,7 +44,7 @@ def convert(
     backend: BackendChoice = registry.AUTO,
     durable: bool = True,
     shard_nbytes: int | str = SHARD_NBYTES,
-    memory_nbytes: int | str = MEMORY_NBYTES,
+    memory_nbytes: int | str | None = None,
     dtype: torch.dtype | None = None,
     rename: Mapping[str, str] | None = None,
     drop: bool = False,
@@ -58,7 +55,7 @@ def convert(
 
     Tensors are compared with the checksums of the source, and the new file carries checksums, so this also adds them to
     files of other tools. Bytes go through bounded memory. The target is replaced as by :func:`fastensor.save`: if
-    anything fails, it is not touched, unless it is an open file. It may be the source, if nothing in that is lost.
+    anything fails, it is not touched, unless it is an open file.
 
     Args:
         source: a file that holds a dict from names to dense tensors; or ``*.index.json`` of a model in several files,
@@ -81,8 +78,8 @@ def convert(
         backend: how bytes are moved on both sides.
         durable: as for :func:`fastensor.save`.
         shard_nbytes: for ``"huggingface"``: the most bytes of tensors in a file, unless one tensor has more.
-        memory_nbytes: how many bytes of a distributed checkpoint may be in memory at a time, at least 1 MiB. Tensors
-            are put together of their chunks in one half of it, in pieces if they are larger than that. Buffers of the
+        memory_nbytes: the most bytes, at least 1 MiB, that one tensor of a distributed checkpoint may take, with its
+            largest chunk: it is put together in memory. None means half of what is available. Buffers of the
             backend, tables of names and other objects than tensors come on top.
         dtype: float64, float32, float16 or bfloat16: what tensors of these dtypes become. All others keep theirs.
         rename: new names of tensors by old ones, in which ``*`` stands for anything, as in
@@ -95,8 +92,8 @@ def convert(
         CorruptCheckpointError: the source is damaged; the target is untouched.
         NotACheckpointError: the source is something else than a checkpoint.
         UnsupportedContentError: the source holds something else than a dict of tensors, or the target cannot hold it;
-            or a value is too large for ``dtype``; or the target is the source, and would lose something: values beside
-            ``root``, ties, metadata, parameters, names, or attributes of the dict.
+            or a value is too large for ``dtype``, or a tensor for ``memory_nbytes``; or the target is the source, or
+            one of its files.
         UnknownKeyError: ``rename`` names what is not there.
         ValueError: arguments do not fit each other, or ``rename`` gives two tensors one name.
         CheckpointReadError, CheckpointWriteError: the operating system failed to read or to write.
@@ -120,7 +117,7 @@ def convert(
         backend=backend,
         durable=durable,
         shard_nbytes=as_nbytes(shard_nbytes, "shard_nbytes"),
-        memory_nbytes=as_nbytes(memory_nbytes, "memory_nbytes"),
+        memory_nbytes=None if memory_nbytes is None else as_nbytes(memory_nbytes, "memory_nbytes"),
         dtype=dtype,
         rename=rename or {},
         drop=drop,
@@ -190,7 +187,9 @@ class _Conversion:
                 durable=settings.durable,
             )
         if any(is_same_file(path, target) for path in self._source.paths):
-            check_nothing_is_lost(self._source, settings, target, self._texts or {})
+            raise UnsupportedContentError(
+                f"{self._source.where}: the target is the source, or one of its files; choose another target"
+            )
         return self._write(target, [*tensors], cast(SavedContainer, settings.container))
 
     def _write(self, path: Location, names: Sequence[str], kind: SavedContainer) -> SaveReport:

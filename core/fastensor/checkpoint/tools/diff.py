@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from isal import isal_zlib
 
 from fastensor.backends import registry
 from fastensor.checkpoint.location import Location, name_of
@@ -29,7 +29,6 @@ _SHOWN = 10
 """Number of differences that are shown in words."""
 _AT_ONCE = 1 << 22
 """Elements that are compared at once."""
-_BLOCK_NBYTES = 1 << 20
 _WRAPS_FROM = 2.0**62
 """Larger differences of integers of 64 bits may not have room in one."""
 
@@ -123,8 +122,8 @@ def diff(
     Returns:
         What differs. Without tolerances, tensors are compared byte by byte: NaNs are the same if their bytes are.
         Values of torch files that are no tensors are compared as far as :func:`fastensor.inspect` shows them. Files of
-        folders that are no checkpoints, or can only be loaded whole, are compared byte by byte; if ``values`` is False,
-        their sizes.
+        folders that are no checkpoints, or can only be loaded whole, are compared by their SHA-256; if ``values`` is
+        False, their sizes.
 
     Raises:
         FileNotFoundError: one of the checkpoints is missing.
@@ -223,26 +222,10 @@ def _by_name(files: _Files, mains: bool) -> dict[str, FolderEntry]:
 
 def _compare_whole(name: str, one: FolderEntry, two: FolderEntry, *, values: bool) -> Difference:
     """Compare what nothing is known of but its bytes."""
-    paths = [str(entry.path) for entry in (one, two)]
-    are_files = [*map(os.path.isfile, paths)]
-    if not any(are_files):
+    if not any(os.path.isfile(str(entry.path)) for entry in (one, two)):
         return replace(_NOTHING, not_compared=(name,))
-    if all(are_files) and _same_bytes(*paths, values=values):
-        return replace(_NOTHING, same=1)
-    return replace(_NOTHING, others={name: (_file_in_words(one, values), _file_in_words(two, values))})
-
-
-def _same_bytes(one: str, two: str, *, values: bool) -> bool:
-    """True if two files have the same size, and the same bytes if values count."""
-    if os.stat(one).st_size != os.stat(two).st_size:
-        return False
-    if not values:
-        return True
-    with read_errors(one), open(one, "rb") as first, read_errors(two), open(two, "rb") as second:
-        while block := first.read(_BLOCK_NBYTES):
-            if second.read(_BLOCK_NBYTES) != block:
-                return False
-        return not second.read(1)
+    words = _file_in_words(one, values), _file_in_words(two, values)
+    return replace(_NOTHING, same=1) if words[0] == words[1] else replace(_NOTHING, others={name: words})
 
 
 def _file_in_words(entry: FolderEntry, values: bool) -> str:
@@ -250,15 +233,10 @@ def _file_in_words(entry: FolderEntry, values: bool) -> str:
     if not path.is_file():
         return f"<{entry.kind}>"
     words = f"{entry.kind} of {path.stat().st_size} bytes"
-    return f"<{words} with CRC32 {_crc32_of(path):08x}>" if values else f"<{words}>"
-
-
-def _crc32_of(path: Path) -> int:
-    crc32 = 0
+    if not values:
+        return f"<{words}>"
     with read_errors(str(path)), path.open("rb") as file:
-        while block := file.read(_BLOCK_NBYTES):
-            crc32 = isal_zlib.crc32(block, crc32)
-    return crc32
+        return f"<{words} with SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +368,7 @@ def _largest(one: torch.Tensor, two: torch.Tensor) -> float:
 def _opened(
     pairs: Mapping[str, tuple[FolderEntry, FolderEntry]], backend: BackendChoice, stack: ExitStack
 ) -> tuple[dict[str, tuple[OpenCheckpoint, OpenCheckpoint]], dict[str, tuple[FolderEntry, FolderEntry]]]:
-    """Both sides, and what can only be compared byte by byte, by path.
+    """Both sides, and what can only be compared as a whole, by path.
 
     Raises:
         UnsupportedContentError: there is one pair, or not a pair of files, and it can only be loaded whole.

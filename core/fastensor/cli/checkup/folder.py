@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from fastensor.backends import registry
-from fastensor.cli.checkup.advice import Advice
+from fastensor.cli.checkup import Advice
 from fastensor.errors import BackendUnavailableError
 from fastensor.files import posix
 from fastensor.files.words import human_size

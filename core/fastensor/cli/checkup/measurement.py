@@ -18,9 +18,9 @@ from fastensor.checkpoint.reading.load import load_with_report
 from fastensor.checkpoint.report import LoadReport, SaveReport
 from fastensor.checkpoint.writing.freeing import wait_for_space
 from fastensor.checkpoint.writing.save import save
-from fastensor.cli.checkup.advice import Advice
+from fastensor.cli.checkup import Advice
 from fastensor.cli.checkup.folder import MAKE_WRITABLE, PREFIX
-from fastensor.cli.values import LEAST_NBYTES
+from fastensor.cli.commands.options import LEAST_NBYTES
 from fastensor.errors import BackendUnavailableError, CorruptCheckpointError
 from fastensor.files import posix
 from fastensor.files.words import human_size

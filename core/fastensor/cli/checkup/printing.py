@@ -8,23 +8,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from fastensor.cli.checkup.measurement import Chosen, Rounds, Speed, measure_rounds
-from fastensor.cli.output import GrowingTable, print_table
+from fastensor.cli.output import print_table
 from fastensor.files.progress_bar import progress_bar
 from fastensor.files.words import MIB, human_size
 
-_SIZE_WIDTH = len("1023 MiB")
 
-
-def speed_table(names: Sequence[str]) -> GrowingTable:
-    """A table for the speeds of backends with these names."""
-    head = ["MiB/s", "size", "durable write", "cold read", "warm read", ""]
-    return GrowingTable(head, [max(map(len, names), default=0), _SIZE_WIDTH, 0, 0, 0, 0], right=(1, 2, 3, 4))
-
-
-def speed_row(speed: Speed) -> list[str]:
-    """The row of that table for one backend and size."""
-    rates = (speed.write_bytes_per_second, speed.cold_read_bytes_per_second, speed.warm_read_bytes_per_second)
-    return [speed.backend, human_size(speed.nbytes), *map(_rate, rates), speed.reason]
+def print_speeds(speeds: Sequence[Speed]) -> None:
+    """Print a table of speeds."""
+    rows = [
+        [
+            one.backend,
+            human_size(one.nbytes),
+            _rate(one.write_bytes_per_second),
+            _rate(one.cold_read_bytes_per_second),
+            _rate(one.warm_read_bytes_per_second),
+            one.reason,
+        ]
+        for one in speeds
+    ]
+    print_table(["MiB/s", "size", "durable write", "cold read", "warm read", ""], rows, right=(1, 2, 3, 4))
 
 
 def _rate(bytes_per_second: float | None) -> str:

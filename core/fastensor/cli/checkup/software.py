@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import platform
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
-from fastensor.cli.checkup.advice import Advice
-from fastensor.cli.checkup.probes import NoAnswerError, ask
+from fastensor.backends import registry
+from fastensor.backends.gds import compat_reason
+from fastensor.cli.checkup import Advice
 from fastensor.files.words import human_size
 from fastensor.version import VERSION
 
@@ -87,50 +90,37 @@ def find_software() -> Software:
 
 
 def find_cuda() -> Cuda:
-    """Find the GPUs that torch can use. CUDA is initialised only in another process, and only if torch is built for
-    it."""
+    """Find the GPUs that torch can use. This initialises CUDA, which kvikio needs."""
     built = torch.version.cuda or (f"ROCm {torch.version.hip}" if torch.version.hip else "")
     driver = _first(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", ROOT / "proc/driver/nvidia/version")
     if not built:
         return Cuda("", driver, (), "this torch is built without CUDA")
     try:
-        found = ask("cuda")
-    except NoAnswerError as error:
-        return Cuda(built, driver, (), f"torch.cuda: {error}")
-    devices = tuple(Device(one["name"], one["nbytes"]) for one in found["devices"])
-    return Cuda(built, driver, devices, found["reason"])
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch gives it no types
+        found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    except (RuntimeError, AssertionError) as error:
+        return Cuda(built, driver, (), str(error).strip().partition("\n")[0])
+    devices = tuple(Device(one.name, one.total_memory) for one in found)
+    return Cuda(built, driver, devices, "" if devices else "torch finds no device")
 
 
 def find_kvikio() -> tuple[KvikioState, Gds]:
-    """The state of kvikio, and its mode. Another process asks kvikio, because importing it may crash."""
+    """The state of kvikio, and its mode, as the backend ``gds`` finds them. :func:`find_cuda` comes first."""
     driver = nvidia_fs(ROOT)
-    if not _is_installed("kvikio"):
+    if find_spec("kvikio") is None:
         return KvikioState("", False, "it is not installed", ""), Gds(driver, "none", "kvikio is not installed")
+    release = _release("kvikio", "kvikio-cu12", "kvikio-cu13") or "of an unknown version"
+    if reason := registry.why_unavailable("gds"):
+        is_imported = "kvikio" in sys.modules
+        return KvikioState(release, is_imported, reason, ""), Gds(driver, "none", "kvikio cannot be used")
     try:
-        found = ask("kvikio")
-    except NoAnswerError as error:
-        found = {"imports": False, "reason": str(error)}
-    release = found.get("version") or _release("kvikio", "kvikio-cu12", "kvikio-cu13") or "of an unknown version"
-    return KvikioState(release, found["imports"], found["reason"], found.get("libcufile", "")), gds(found, driver)
-
-
-def gds(found: dict[str, Any], driver: str) -> Gds:
-    """The mode that follows from kvikio's answer.
-
-    >>> gds({"imports": True, "reason": "", "compat_preferred": False, "gds_available": True}, "2.24").mode
-    'native'
-    """
-    if not found["imports"]:
-        return Gds(driver, "none", "kvikio cannot be imported")
-    if "unread" in found:
-        return Gds(driver, "compat", f"kvikio does not say that it uses GDS ({found['unread']})")
-    if found["compat_preferred"]:
-        why = "the library is missing, /run/udev is not readable, or KVIKIO_COMPAT_MODE says so"
-        return Gds(driver, "compat", f"kvikio does not use libcufile: {why}")
-    if not found["gds_available"]:
-        loaded = "" if driver else ", which is not loaded"
-        return Gds(driver, "compat", f"libcufile does not reach the kernel module nvidia-fs{loaded}")
-    return Gds(driver, "native", "")
+        compat, numbers = compat_reason(), import_module("kvikio.cufile_driver").libcufile_version()
+    except Exception as error:  # noqa: BLE001  # a version of kvikio that is not known here
+        return KvikioState(release, True, "", ""), Gds(
+            driver, "compat", f"kvikio does not say that it uses it ({error!r})"
+        )
+    libcufile = ".".join(map(str, numbers)) if any(numbers) else ""
+    return KvikioState(release, True, "", libcufile), Gds(driver, "compat" if compat else "native", compat)
 
 
 def versions(software: Software) -> dict[str, str]:
@@ -174,10 +164,9 @@ def but(what: str, reason: str) -> str:
 def advise(kvikio: KvikioState, gds: Gds) -> Iterator[Advice]:
     """A kvikio that is installed and cannot be used, or does not use GDS."""
     if kvikio.version and kvikio.reason:
-        what = "works only in part" if kvikio.imports else "cannot be imported"
         yield Advice(
             "warning",
-            f"kvikio {kvikio.version} is installed, but {what}: {kvikio.reason}",
+            f"kvikio {kvikio.version} is installed, but cannot be used: {kvikio.reason}",
             "install what is missing (libcuda.so.1 comes with NVIDIA's driver), or remove kvikio",
         )
     if kvikio.version and gds.mode == "compat":
@@ -205,13 +194,6 @@ def _first(pattern: str, path: Path) -> str:
     except OSError:
         return ""
     return found[1] if found else ""
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _release(*distributions: str) -> str:

@@ -6,25 +6,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from fastensor.cli.commands.options import Files, Json
-from fastensor.cli.values import pairs_in, size_in
+from fastensor.cli.app import app
+from fastensor.cli.commands.options import Files, Json, pairs_in, size_in
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command(
-        epilog="Exit status: 0 if all files are intact; 1 if a file is damaged or cannot be read; 4 if none is, but "
-        "one names code that torch.load refuses unless it is told to trust the file; 3 if none of that, but one that "
-        "is no text has no checksums."
-    )(verify)
-    app.command(epilog="Exit status: 0 if all files could be looked into; 1 if not.")(inspect)
-    app.command(
-        epilog="Exit status: 0 if both hold the same; 1 if they differ, or one is damaged or cannot be read. In JSON, "
-        "the largest difference is null if it is no finite number."
-    )(diff)
-    app.command(epilog="Exit status: 0 if B was written; 1 if not: then B is as it was before.")(convert)
-
-
+@app.command(
+    epilog="Exit status: 0 if all files are intact; 1 if a file is damaged or cannot be read; 4 if none is, but "
+    "one names code that torch.load refuses unless it is told to trust the file; 3 if none of that, but one that "
+    "is no text has no checksums."
+)
 def verify(
     files: Files,
     json: Json = False,
@@ -46,6 +36,7 @@ def verify(
     return command.run(files, json=json, allow_unchecked=allow_unchecked, allow_code=allow_code)
 
 
+@app.command(epilog="Exit status: 0 if all files could be looked into; 1 if not.")
 def inspect(
     files: Files,
     keys: Annotated[
@@ -69,6 +60,10 @@ def inspect(
     return command.run(files, keys=keys, depth=depth, everything=everything, json=json)
 
 
+@app.command(
+    epilog="Exit status: 0 if both hold the same; 1 if they differ, or one is damaged or cannot be read. In JSON, the "
+    "largest difference is null if it is no finite number."
+)
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="Path or URL, as for inspect.")],
     second: Annotated[str, typer.Argument(metavar="B", help="The other one, which may be of another kind.")],
@@ -90,6 +85,7 @@ def diff(
     return command.run(first, second, rtol=rtol, atol=atol, values=not no_values, everything=everything, json=json)
 
 
+@app.command(epilog="Exit status: 0 if B was written; 1 if not: then B is as it was before.")
 def convert(
     source: Annotated[
         str,
@@ -126,9 +122,12 @@ def convert(
         typer.Option(metavar="SIZE", help="The most bytes of tensors in each file of huggingface, such as 2GiB."),
     ] = "5GB",
     memory: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="How much of a distributed checkpoint may be in memory at a time."),
-    ] = "2GiB",
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="The most that one tensor of a distributed checkpoint may take; default: half of what is available.",
+        ),
+    ] = None,
     metadata: Annotated[
         list[str] | None, typer.Option(metavar="KEY=TEXT", help="For the metadata of safetensors.")
     ] = None,
@@ -151,7 +150,8 @@ def convert(
     """
     names = pairs_in(rename or [], "--rename", "OLD=NEW")
     texts = None if metadata is None else pairs_in(metadata, "--metadata", "KEY=TEXT")
-    shard_nbytes, memory_nbytes = size_in(shard_size, "--shard-size"), size_in(memory, "--memory")
+    shard_nbytes = size_in(shard_size, "--shard-size")
+    memory_nbytes = None if memory is None else size_in(memory, "--memory")
     from fastensor.checkpoint.tools.conversion.settings import ConvertSettings
     from fastensor.cli import convert as command
 

@@ -6,21 +6,18 @@ from typing import Annotated
 
 import typer
 
-from fastensor.cli.commands.options import Json, group
+from fastensor.cli.app import group
+from fastensor.cli.commands.options import Json
 
 _Environment = Annotated[
     str, typer.Argument(metavar="PATH", help="The directory of an LMDB environment, or its data file.")
 ]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the commands."""
-    actions = group("data", "Index an LMDB dataset, or show what it holds. Files are read, never mapped.")
-    actions.command()(index)
-    actions.command()(inspect)
-    app.add_typer(actions)
+_data = group("data", "Index an LMDB dataset, or show what it holds. Files are read, never mapped.")
 
 
+@_data.command()
 def index(
     path: _Environment,
     db: Annotated[str | None, typer.Option(metavar="NAME", help="A named database; default: the main one.")] = None,
@@ -39,6 +36,7 @@ def index(
     return data.index(path, db, output, json=json)
 
 
+@_data.command()
 def inspect(path: _Environment, json: Json = False) -> int:
     """Show the databases of an LMDB file: version, pages, records."""
     from fastensor.cli import data

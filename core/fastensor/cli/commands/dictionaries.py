@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fastensor.cli.commands.options import Folder, Json, group
+from fastensor.cli.app import group
+from fastensor.cli.commands.options import Folder, Json
 
 if TYPE_CHECKING:
     from fastensor.select.files import Kind
@@ -23,18 +24,13 @@ _Activations = Annotated[bool, typer.Option("--activations", help="The dictionar
 _Output = Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the commands."""
-    actions = group("dictionary", "Show or move what was learned about speeds here.")
-    for action in (show, export, clear, plot):
-        actions.command()(action)
-    actions.command("import")(import_)
-    app.add_typer(
-        actions,
-        epilog="There is one dictionary for each machine and kind of filesystem, one for single tensors, and one for "
-        "offloaded activations; --all shows as well what torch.save has taken, with which saves are compared. The "
-        "environment variable FASTENSOR_DICTIONARIES names the folder where they are.",
-    )
+_dictionary = group(
+    "dictionary",
+    "Show or move what was learned about speeds here.",
+    epilog="There is one dictionary for each machine and kind of filesystem, one for single tensors, and one for "
+    "offloaded activations; --all shows as well what torch.save has taken, with which saves are compared. The "
+    "environment variable FASTENSOR_DICTIONARIES names the folder where they are.",
+)
 
 
 def _kind(tensors: bool, activations: bool) -> Kind:
@@ -50,6 +46,7 @@ def _path_or_all(path: str | None, everything: bool) -> str | None:
     return None if everything else path or "."
 
 
+@_dictionary.command()
 def show(
     path: _MaybePath = None,
     everything: Annotated[bool, typer.Option("--all", help="List all dictionaries and their machines.")] = False,
@@ -64,6 +61,7 @@ def show(
     return dictionary.show_all(json=json) if where is None else dictionary.show(where, of, json=json)
 
 
+@_dictionary.command()
 def export(
     path: _Path = ".",
     csv: Annotated[
@@ -91,6 +89,7 @@ def export(
     return dictionary.export(path, _kind(tensors, activations), form, output, force=force)
 
 
+@_dictionary.command("import")
 def import_(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="A dictionary of Fastensor, or CSV in the form of the paper.")
@@ -112,6 +111,7 @@ def import_(
     return dictionary.import_(file, path, _kind(tensors, activations), context)
 
 
+@_dictionary.command()
 def clear(
     path: _MaybePath = None,
     everything: Annotated[
@@ -126,6 +126,7 @@ def clear(
     return dictionary.clear(_path_or_all(path, everything), _kind(tensors, activations))
 
 
+@_dictionary.command()
 def plot(
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Such as dictionary.png.")],
     path: Folder = ".",

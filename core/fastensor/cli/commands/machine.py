@@ -6,20 +6,13 @@ from typing import Annotated
 
 import typer
 
-from fastensor.cli.commands.options import Folder, Json
-from fastensor.cli.values import sizes_in
+from fastensor.cli.app import app
+from fastensor.cli.commands.options import Folder, Json, sizes_in
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command(
-        epilog="Exit status: 0 if files can be saved there, whatever the warnings; 1 if not, or if they do not come "
-        "back."
-    )(doctor)
-    app.command(epilog="Exit status: 0; 1 if there is no such GPU, or the system says what makes no sense.")(placement)
-    app.command(epilog="Exit status: 0 if something was learned; 1 if nothing could be measured.")(tune)
-
-
+@app.command(
+    epilog="Exit status: 0 if files can be saved there, whatever the warnings; 1 if not, or if they do not come back."
+)
 def doctor(
     path: Folder = ".",
     quick: Annotated[bool, typer.Option("--quick", help="Measure nothing.")] = False,
@@ -44,6 +37,7 @@ def doctor(
     return command.run(path, chosen, quick=quick, json=json)
 
 
+@app.command(epilog="Exit status: 0; 1 if there is no such GPU, or the system says what makes no sense.")
 def placement(
     gpu: Annotated[
         int | None,
@@ -62,6 +56,7 @@ def placement(
     return command.run(gpu)
 
 
+@app.command(epilog="Exit status: 0 if something was learned; 1 if nothing could be measured.")
 def tune(
     path: Folder = ".",
     sizes: Annotated[

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from fastensor.cli.commands.options import Json, group
-from fastensor.cli.values import size_in
+from fastensor.cli.app import group
+from fastensor.cli.commands.options import Json, size_in
 
 _Address = Annotated[
     str | None,
@@ -15,15 +15,10 @@ _Address = Annotated[
 ]
 
 
-def add_to(app: typer.Typer) -> None:
-    """Add the commands."""
-    actions = group("provision", "Start a data service, look at it, and end it.")
-    actions.command()(up)
-    actions.command()(status)
-    actions.command()(down)
-    app.add_typer(actions)
+_provision = group("provision", "Start a data service, look at it, and end it.")
 
 
+@_provision.command()
 def up(
     source: Annotated[
         str,
@@ -80,6 +75,7 @@ def up(
     return services.up_detached(wanted) if detach else services.up(wanted)
 
 
+@_provision.command()
 def status(address: _Address = None, json: Json = False) -> int:
     """Show what a data service does: its cache, its servers, and what its clients get and wait for."""
     from fastensor.cli import services
@@ -87,6 +83,7 @@ def status(address: _Address = None, json: Json = False) -> int:
     return services.status(address, json=json)
 
 
+@_provision.command()
 def down(address: _Address = None) -> int:
     """End a data service that was started by fastensor provision up.
 

@@ -66,6 +66,10 @@ class Engine(Protocol):
 class ReadsFetch:
     """A fetch by reads that are begun ahead, in the order in which they are needed. See :class:`Fetch`.
 
+    All engines that read ahead bring values like this. Checkpoints are read ahead by
+    :class:`fastensor.backends.ring_reader.RingReader`: their bytes are copied, through few buffers, to tensors that are
+    there already. Here nobody has memory yet, and a read is the memory of its values.
+
     Args:
         extents: the values.
         reads: what brings them.

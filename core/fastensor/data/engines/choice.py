@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeAlias, get_args
 
 from fastensor.data.coalescing import Merging
@@ -76,16 +78,18 @@ def open_engine(name: EngineName, fd: int, merging: Merging) -> Engine:
         BackendUnavailableError: the engine cannot read this file, or cannot work on this machine.
         ValueError: there is no such engine.
     """
-    match name:
-        case "mapped":
-            return MappedEngine(fd, os.fstat(fd).st_size)
-        case "pread" | "willneed":
-            return BufferedEngine(fd, merging, advise=name == "willneed")
-        case "direct":
-            return DirectEngine(fd, merging)
-        case "kvikio":
-            return KvikioEngine(fd, merging)
-    raise _unknown(name)
+    if name not in _OPENED:
+        raise _unknown(name)
+    return _OPENED[name](fd, merging)
+
+
+_OPENED: dict[EngineName, Callable[[int, Merging], Engine]] = {
+    "mapped": lambda fd, merging: MappedEngine(fd),
+    "pread": partial(BufferedEngine, advise=False),
+    "willneed": partial(BufferedEngine, advise=True),
+    "direct": DirectEngine,
+    "kvikio": KvikioEngine,
+}
 
 
 def _unknown(name: str) -> ValueError:

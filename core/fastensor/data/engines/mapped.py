@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from contextlib import suppress
 
 from fastensor.data.coalescing import Extents
@@ -17,15 +18,14 @@ class MappedEngine:
     process waits. If the file is truncated while a value is in use, the kernel ends the process (SIGBUS).
 
     Args:
-        fd: open for reading. May be closed afterwards.
-        nbytes: the size of the file, from 1 on.
+        fd: open for reading, of a file that is not empty. May be closed afterwards.
     """
 
     name = "mapped"
     reads_ahead = False
 
-    def __init__(self, fd: int, nbytes: int) -> None:
-        mapping = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
+    def __init__(self, fd: int) -> None:
+        mapping = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
         with suppress(OSError):  # advice only
             mapping.madvise(mmap.MADV_RANDOM)
         self._view = memoryview(mapping)  # the last view unmaps the file

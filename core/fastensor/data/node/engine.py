@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from collections import deque
+from functools import partial
 from weakref import WeakValueDictionary
 
 from fastensor.data.coalescing import Extents
-from fastensor.data.connection import ConnectionLost, Conversation, Message
-from fastensor.data.engines.base import Value
+from fastensor.data.connection import Conversation
+from fastensor.data.engines.base import Fetch, ReadsFetch
 from fastensor.data.node.lease import NodeReader
-from fastensor.data.node.protocol import Cancel, Failed, Opening, Release, Request, Wait, layout
-from fastensor.data.ring import NO_SLOT, SlotReader
+from fastensor.data.node.protocol import Failed, Needs, Opening, Request, Values, as_reads
+from fastensor.data.ring import Slot, SlotReader
 from fastensor.errors import NodeReaderError
 
 _SILENT_SECONDS = 1800.0
 """A node reader that sends nothing for so long, although something is wanted, is taken to hang."""
+_FAILURE = -1
+
+
+class _Arrived(dict[int, memoryview | Exception]):
+    """By number the spans of a request that have arrived and are not used yet; and what it has failed with."""
 
 
 class NodeEngine:
@@ -36,7 +41,7 @@ class NodeEngine:
     Raises:
         BackendUnavailableError: the engine cannot read this file.
         NodeReaderError: the node reader does not run, or has ended.
-        OSError: there is no memory for the ring.
+        OSError: the node reader has no memory for the ring.
         ValueError: there is no such engine.
     """
 
@@ -46,116 +51,69 @@ class NodeEngine:
         self._connection = node.connect()
         self._reader_pid = node.pid
         self._numbers = itertools.count()
-        self._fetches: WeakValueDictionary[int, NodeFetch] = WeakValueDictionary()
+        self._arrived: WeakValueDictionary[int, _Arrived] = WeakValueDictionary()
+        """By request what has arrived, as long as somebody may take it."""
         self._cancelled: deque[int] = deque()
         """Requests whose fetches were dropped, and of which the node reader was not told yet."""
         with self._talking():
             self._connection.send(opening, fd=fd)
             answer = self._connection.awaited(_SILENT_SECONDS)
-            if isinstance(answer.content, Failed):
-                raise answer.content.error
-            assert answer.fd is not None
-            try:
+            if answer.fd is not None:
                 self._ring = SlotReader(answer.fd)
-            finally:
-                os.close(answer.fd)
-        self.name = f"node/{answer.content.engine}"
+        if isinstance(answer.content, Failed):
+            self.close()
+            raise answer.content.error
+        engine, self._slot_nbytes = answer.content
+        self.name = f"node/{engine}"
 
-    def fetch(self, extents: Extents) -> NodeFetch:
-        number = next(self._numbers)
-        fetch = NodeFetch(self, number, extents)
-        self._fetches[number] = fetch
-        weakref.finalize(fetch, self._cancelled.append, number).atexit = False
+    def fetch(self, extents: Extents) -> Fetch:
+        number, arrived = next(self._numbers), _Arrived()
+        self._arrived[number] = arrived
+        weakref.finalize(arrived, self._cancelled.append, number).atexit = False
         with self._talking():
-            self._send_credits()
             self._connection.send(Request(number, extents))
-        return fetch
+        reads = as_reads(extents.lengths, self._slot_nbytes)
+        return ReadsFetch(extents, reads, lambda read: None, partial(self._awaited, number, arrived))
 
-    def bring(self, fetch: NodeFetch, end: int) -> None:
-        """Wait until the values of a fetch before number ``end`` have arrived, or the fetch has failed.
+    def _awaited(self, number: int, arrived: _Arrived, span: int) -> memoryview:
+        """Wait for the values of a span. Says which slots are free, and what the node reader need not read.
 
         Raises:
             NodeReaderError: the node reader has ended.
+            Exception: the request has failed.
         """
-        waits = False
+        cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
         with self._talking():
-            self._send_credits()
-            while fetch.arrived < end and fetch.failure is None:
-                message = self._connection.awaited(_SILENT_SECONDS) if waits else self._connection.receive()
-                if message is not None:
-                    self._dispatch(message)
-                else:
-                    self._connection.send(Wait(fetch.number, end))
-                    waits = True
+            for message in self._connection.arrived():
+                self._dispatch(message.content)
+            needs = Needs(number, span, cancelled, self._ring.dropped())
+            if span not in arrived or needs.cancelled or needs.dropped:
+                self._connection.send(needs)
+            while span not in arrived and _FAILURE not in arrived:
+                self._dispatch(self._connection.awaited(_SILENT_SECONDS).content)
+        found = arrived.pop(span) if span in arrived else arrived[_FAILURE]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def close(self) -> None:
         self._connection.close()
 
-    def _send_credits(self) -> None:
-        """Say what the node reader need not read, and which slots are free; and send what was left of requests."""
-        while self._cancelled:
-            self._connection.send(Cancel(self._cancelled.popleft()))
-        if dropped := self._ring.dropped():
-            self._connection.send(Release(dropped))
-        self._connection.flush()
-
-    def _dispatch(self, message: Message) -> None:
-        content = message.content
-        fetch = self._fetches.get(content.request)
+    def _dispatch(self, content: Values | Failed) -> None:
+        arrived = self._arrived.get(content.request, _Arrived())  # of a fetch that was dropped all is dropped
         if isinstance(content, Failed):
-            if fetch is not None:
-                fetch.failure = content.error
-            return
-        has_slot = content.slot.sequence != NO_SLOT
-        body = self._ring.view(content.slot) if has_slot else message.body.toreadonly()
-        if fetch is not None:
-            fetch.put(content.first, content.values, body)
+            arrived[_FAILURE] = content.error
+        elif isinstance(content.place, Slot):
+            arrived[content.span] = self._ring.view(content.place)
+        else:
+            arrived[content.span] = memoryview(content.place).toreadonly()
 
     def _talking(self) -> Conversation:
         return Conversation(self._lost, self._connection)
 
-    def _lost(self, error: ConnectionLost) -> NodeReaderError:
+    def _lost(self, error: Exception) -> NodeReaderError:
         return NodeReaderError(
             f"the process {self._reader_pid}, which reads for this machine, cannot be reached any more ({error}). It "
             f"was killed, perhaps for want of memory, or has failed: see its messages. Make the dataset anew; the "
             f"state of an LmdbLoader says where to go on"
         )
-
-
-class NodeFetch:
-    """See :class:`fastensor.data.engines.base.Fetch`."""
-
-    def __init__(self, engine: NodeEngine, number: int, extents: Extents) -> None:
-        self.number = number
-        self.arrived = 0
-        """Values before this number have arrived."""
-        self.failure: Exception | None = None
-        self._engine = engine
-        self._lengths = extents.lengths
-        self._values: deque[Value] = deque()
-        """Values that have arrived, and were not taken. The last one is number ``arrived - 1``."""
-
-    def put(self, first: int, count: int, body: memoryview) -> None:
-        """Add the next values, which have arrived.
-
-        Raises:
-            ConnectionLost: these are not the next values.
-        """
-        lengths = self._lengths[first : first + count]
-        places = layout(lengths)
-        if (first, count, len(body)) != (self.arrived, len(lengths), places[-1]):
-            raise ConnectionLost("it sent other values than were requested")
-        begins = places[:-1]
-        self._values.extend(
-            body[begin:end] for begin, end in zip(begins.tolist(), (begins + lengths).tolist(), strict=True)
-        )
-        self.arrived = first + count
-
-    def take(self, begin: int, end: int) -> list[Value]:
-        self._engine.bring(self, end)
-        if self.arrived < end:
-            assert self.failure is not None
-            raise self.failure
-        for _ in range(begin - (self.arrived - len(self._values))):
-            self._values.popleft()
-        return [self._values.popleft() for _ in range(begin, end)]

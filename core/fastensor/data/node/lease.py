@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from fastensor.data import processes
 from fastensor.data.connection import Connection, ConnectionLost
@@ -43,7 +43,8 @@ class NodeReader:
         self.name = name or name_of_job()
         with self._in_words():
             self._lease: Connection | None
-            self._lease, greeting = processes.joined(self.name, self._start, timeout)
+            start = partial(processes.start, self.name, "fastensor.data.node.server")
+            self._lease, greeting = processes.joined(self.name, start, timeout)
         self.pid = int(greeting.content)
 
     def connect(self) -> Connection:
@@ -59,21 +60,12 @@ class NodeReader:
     def _in_words(self) -> Iterator[None]:
         try:
             yield
-        except PermissionError as error:
-            raise NodeReaderError(f"the node reader {error}") from error
-        except ConnectionLost as error:
+        except (ConnectionLost, OSError) as error:
             raise NodeReaderError(
                 f"the process that reads for this machine ({self.name}) does not run: {error}. If it failed, its "
                 f"messages say why; if it was killed, make the dataset anew; the state of an LmdbLoader says where to "
                 f"go on"
             ) from error
-
-    def _start(self) -> bool:
-        """Start the reader, unless another process has. Returns whether it did."""
-        try:
-            return processes.start(self.name, "fastensor.data.node.server")
-        except (OSError, subprocess.SubprocessError) as error:
-            raise NodeReaderError(f"the process that reads for this machine cannot be started: {error}") from error
 
     def close(self) -> None:
         """Stop keeping the reader alive."""

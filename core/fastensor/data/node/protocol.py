@@ -2,9 +2,9 @@
 
 The greeting is the reader's process id. A client opens a file, and requests values by their extents. It takes them in
 the order of its requests. The reader packs consecutive values into a slot of the client's ring, and sends the client
-the place of the slot. If the ring has no room for values that the client waits for, the reader sends the values
-themselves through the socket. So a client gets on although it keeps old values, or wants a value that is larger than
-its ring.
+the place of the slot. Both cut a request into slots in the same way. If the ring has no room for values that the client
+waits for, the reader sends the values themselves. So a client gets on although it keeps old values, or wants a value
+that is larger than its ring.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastensor.data.coalescing import Extents, Integers
+from fastensor.data.coalescing import Extents, Integers, Reads
 from fastensor.data.engines.choice import Strategy
 from fastensor.data.ring import ALIGNMENT, Slot
-from fastensor.errors import BackendUnavailableError, NodeReaderError
-from fastensor.files import posix
+from fastensor.data.skipping import reason_of
+from fastensor.data.worker_errors import can_be_sent
+from fastensor.errors import NodeReaderError
 
 # of the reader
 
@@ -26,17 +27,18 @@ class Ready(NamedTuple):
     """The file is open. The memory of the client's ring comes along."""
 
     engine: str
+    slot_nbytes: int
+    """A slot has values of at most this many bytes together, but one at least."""
 
 
 class Values(NamedTuple):
-    """Consecutive values of a request. If they have no slot, they come along, laid out as in a slot."""
+    """The values of one span of a request."""
 
     request: int
-    first: int
-    """The number of the first of them in the request."""
-    values: int
-    """Number of these values."""
-    slot: Slot
+    span: int
+    """Its number in the request."""
+    place: Slot | bytearray
+    """The slot that they are in; or the values, laid out as in a slot."""
 
 
 class Failed(NamedTuple):
@@ -68,24 +70,41 @@ class Request(NamedTuple):
     extents: Extents
 
 
-class Wait(NamedTuple):
-    """The client waits for the first values of a request."""
+class Needs(NamedTuple):
+    """What the client waits for, and what it needs no more."""
 
     request: int
-    values: int
-    """Number of these values."""
-
-
-class Cancel(NamedTuple):
-    """The client takes no more values of a request."""
-
-    request: int
-
-
-class Release(NamedTuple):
+    """The request that it waits for."""
+    span: int
+    """It waits for the values up to those of the span with this number."""
+    cancelled: list[int]
+    """Requests of which it takes no more values."""
+    dropped: list[int]
     """Slots that are free again, by their sequence numbers."""
 
-    sequences: list[int]
+
+# of both
+
+
+def spans_of(lengths: Integers, nbytes: int) -> list[slice]:
+    """Cut a request into spans, each of which goes into one slot.
+
+    Args:
+        lengths: of its values.
+        nbytes: that a slot should have at most. It has one value at least.
+
+    >>> spans_of(np.array([64, 10, 64, 1000, 1]), 128)
+    [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None), slice(4, 5, None)]
+    """
+    ends = layout(lengths)[1:]
+    spans: list[slice] = []
+    first = 0
+    while first < len(lengths):
+        before = int(ends[first - 1]) if first else 0
+        last = max(int(np.searchsorted(ends, before + nbytes, side="right")), first + 1)
+        spans.append(slice(first, last))
+        first = last
+    return spans
 
 
 def layout(lengths: Integers) -> Integers:
@@ -98,11 +117,14 @@ def layout(lengths: Integers) -> Integers:
     return np.concatenate([np.zeros(1, np.int64), ends])
 
 
+def as_reads(lengths: Integers, nbytes: int) -> Reads:
+    """A request as reads of its spans, one after the other."""
+    spans, places = spans_of(lengths, nbytes), layout(lengths)
+    read_of = np.repeat(np.arange(len(spans)), [span.stop - span.start for span in spans])
+    offsets = places[[span.start for span in spans]]
+    return Reads(offsets, np.diff(offsets, append=places[-1]), read_of, places[:-1] - offsets[read_of])
+
+
 def sent_error(error: Exception) -> Exception:
-    """An error for another process: of the same type where callers may know it, with what can be pickled."""
-    for kind in (posix.EndOfFile, BackendUnavailableError, ValueError, MemoryError):
-        if type(error) is kind:
-            return kind(getattr(error, "strerror", None) or str(error))
-    if isinstance(error, OSError) and error.errno is not None:
-        return OSError(error.errno, error.strerror or str(error))
-    return NodeReaderError(f"the node reader has failed: {type(error).__name__}: {error}")
+    """An error for another process: the error itself, or its words if its class cannot be pickled."""
+    return error if can_be_sent(error) else NodeReaderError(f"the node reader has failed: {reason_of(error)}")

@@ -15,9 +15,10 @@ import os
 import resource
 import socket
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from itertools import zip_longest
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -26,19 +27,20 @@ from fastensor.data.connection import Connection, ConnectionLost, Message
 from fastensor.data.engines.base import Engine, Fetch
 from fastensor.data.engines.choice import Strategy
 from fastensor.data.node.protocol import (
-    Cancel,
     Failed,
+    Needs,
     Opening,
     Ready,
-    Release,
     Request,
     Values,
-    Wait,
     layout,
     sent_error,
+    spans_of,
 )
-from fastensor.data.ring import NO_SLOT, Slot, SlotWriter
+from fastensor.data.ring import SlotWriter
 from fastensor.data.serving import LocalClient, LocalServer
+
+T = TypeVar("T")
 
 _SLOT_NBYTES = 256 << 10
 """A slot has values of at most this many bytes together, or a quarter of the ring if that is less; but one at least."""
@@ -47,13 +49,6 @@ _LONGEST_VALUE_NBYTES = 4 << 30
 _LARGEST_FILE_NBYTES = 1 << 62
 _Key: TypeAlias = tuple[int, int, Strategy]
 """The device and the inode of a file, and how it is read."""
-
-
-class Span(NamedTuple):
-    """Consecutive values of a request that go into one slot."""
-
-    first: int
-    values: int
 
 
 def are_extents(found: object) -> bool:
@@ -68,37 +63,6 @@ def are_extents(found: object) -> bool:
     return has_values and all(one.min() >= 0 and one.max() < limit for one, limit in zip(arrays, limits, strict=True))
 
 
-def spans_of(lengths: Integers, nbytes: int) -> list[Span]:
-    """Cut a request into slots.
-
-    Args:
-        lengths: of its values.
-        nbytes: that a slot should have at most. It has one value at least.
-
-    >>> spans_of(np.array([64, 10, 64, 1000, 1]), 128)
-    [Span(first=0, values=2), Span(first=2, values=1), Span(first=3, values=1), Span(first=4, values=1)]
-    """
-    ends = layout(lengths)[1:]
-    spans: list[Span] = []
-    first = 0
-    while first < len(lengths):
-        before = int(ends[first - 1]) if first else 0
-        last = max(int(np.searchsorted(ends, before + nbytes, side="right")), first + 1)
-        spans.append(Span(first, last - first))
-        first = last
-    return spans
-
-
-def interleaved(requests: Sequence[Sequence[Span]]) -> list[tuple[int, Span]]:
-    """The spans of several requests in turns: the first span of each, then the second one of each, and so on.
-
-    Returns:
-        For each span the number of its request, and the span.
-    """
-    numbered = [(place, number, span) for number, spans in enumerate(requests) for place, span in enumerate(spans)]
-    return [(number, span) for _, number, span in sorted(numbered)]
-
-
 @dataclass(slots=True)
 class _SharedFetch:
     """A fetch, which several requests may share; or the error with which it has failed."""
@@ -107,16 +71,25 @@ class _SharedFetch:
     failure: Exception | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Piece:
     """Values that go into one slot."""
 
-    reading: _SharedFetch
-    begin: int
+    number: int
+    """In its request."""
+    extents: Extents
+    reading: _SharedFetch = field(default_factory=_SharedFetch)
+    begin: int = 0
     """The number of the first of them in the fetch."""
-    first: int
-    """The number of the first of them in the request."""
-    lengths: Integers
+
+
+def in_turns(requests: Iterable[Iterable[T]]) -> list[T]:
+    """The pieces of several requests: the first piece of each, then the second one of each, and so on.
+
+    >>> in_turns(["abc", "d", "ef"])
+    ['a', 'd', 'e', 'b', 'f', 'c']
+    """
+    return [piece for turn in zip_longest(*requests) for piece in turn if piece is not None]
 
 
 @dataclass(slots=True)
@@ -126,32 +99,24 @@ class _OpenFile:
     fd: int
     engine: Engine
     key: _Key
-    clients: int = 0
-    requested: list[tuple[_Client, int, Extents]] = field(default_factory=list)
-    """Requests that were not begun: the client, the number of its request, and the values."""
+    requested: list[list[_Piece]] = field(default_factory=list)
+    """Requests that were not begun."""
 
     def begin_requested(self) -> None:
         """Begin what clients have requested, as one fetch."""
-        requested, self.requested = [one for one in self.requested if one[1] in one[0].pieces], []
-        if not requested:
+        pieces, self.requested = in_turns(self.requested), []
+        if not pieces:
             return
-        spans = [spans_of(extents.lengths, client.slot_nbytes) for client, _, extents in requested]
-        order = interleaved(spans)
-        extents = Extents(
-            _joined(requested[number][2].offsets[span.first : span.first + span.values] for number, span in order),
-            _joined(requested[number][2].lengths[span.first : span.first + span.values] for number, span in order),
-        )
-        reading = _SharedFetch()
+        reading, begin = _SharedFetch(), 0
+        for piece in pieces:
+            piece.reading, piece.begin = reading, begin
+            begin += len(piece.extents)
+        offsets = np.concatenate([piece.extents.offsets for piece in pieces])
+        lengths = np.concatenate([piece.extents.lengths for piece in pieces])
         try:
-            reading.fetch = self.engine.fetch(extents)
+            reading.fetch = self.engine.fetch(Extents(offsets, lengths))
         except Exception as error:  # noqa: BLE001  # the clients raise it
             reading.failure = sent_error(error)
-        begin = 0
-        for number, span in order:
-            client, request, _ = requested[number]
-            lengths = extents.lengths[begin : begin + span.values]
-            client.pieces[request].append(_Piece(reading, begin, span.first, lengths))
-            begin += span.values
 
 
 class _Client(LocalClient):
@@ -160,12 +125,11 @@ class _Client(LocalClient):
     def __init__(self, connection: Connection, number: int) -> None:
         super().__init__(connection, number)
         self.source: _OpenFile | None = None
-        self.ring: SlotWriter | None = None
+        self.ring: SlotWriter
         self.slot_nbytes = 0
         self.pieces: dict[int, deque[_Piece]] = {}
-        """Pieces of each request that were not sent yet; the oldest request comes first."""
-        self.wanted: Wait | None = None
-        """Request that the client waits for."""
+        """Pieces of each request that were not sent yet, at least one; the oldest request comes first."""
+        self.needs = Needs(-1, -1, [], [])
 
     def send_next(self) -> bool:
         """Send the next slot of values, or the error of a request, if there is one and there is room. Waits for the
@@ -174,45 +138,40 @@ class _Client(LocalClient):
         Returns:
             Whether there may be more to send.
         """
-        if self.connection.unsent_nbytes > _SLOT_NBYTES:
-            return False
-        request = self._next_request()
-        if request is None or self.ring is None:
+        request = None if self.connection.has_unsent else self._next_request()
+        if request is None:
             return False
         piece = self.pieces[request][0]
         if piece.reading.failure is not None:
             del self.pieces[request]
             self.connection.send(Failed(request, piece.reading.failure))
             return True
-        places = layout(piece.lengths)
-        placed = self.ring.place(int(places[-1]))
+        places = layout(piece.extents.lengths)
+        nbytes = int(places[-1])
+        placed = self.ring.place(nbytes)
         if placed is None and not self._waits_for(request, piece):
             return False
-        slot, room = placed or (Slot(NO_SLOT, 0, int(places[-1])), memoryview(bytearray(int(places[-1]))))
+        place, room = placed or (alone := bytearray(nbytes), memoryview(alone))
         try:
             _fill(room, piece, places)
         except Exception as error:  # noqa: BLE001  # the clients raise it
             if placed is not None:
-                self.ring.release(slot.sequence)
+                self.ring.release(placed[0].sequence)
             piece.reading.failure = sent_error(error)
             return True
         self._next_is_sent(request)
-        values = Values(request, piece.first, len(piece.lengths), slot)
-        self.connection.send(values, b"" if placed is not None else room)
+        self.connection.send(Values(request, piece.number, place))
         return True
 
     def _next_request(self) -> int | None:
         """Request that the client waits for, or else its oldest one."""
-        if self.wanted is not None:
-            request, end = self.wanted
-            if (pieces := self.pieces.get(request)) and pieces[0].first < end:
-                return request
-            if pieces is None or pieces:  # all that was wanted is sent; without pieces, the request has not begun
-                self.wanted = None
-        return next((request for request, pieces in self.pieces.items() if pieces), None)
+        waiting = self.pieces.get(self.needs.request)
+        if waiting and self._waits_for(self.needs.request, waiting[0]):
+            return self.needs.request
+        return next(iter(self.pieces), None)
 
     def _waits_for(self, request: int, piece: _Piece) -> bool:
-        return self.wanted is not None and self.wanted[0] == request and piece.first < self.wanted[1]
+        return request == self.needs.request and piece.number <= self.needs.span
 
     def _next_is_sent(self, request: int) -> None:
         pieces = self.pieces[request]
@@ -222,8 +181,6 @@ class _Client(LocalClient):
 
     def close(self) -> None:
         super().close()
-        if self.ring is not None:
-            self.ring.close()
         self.pieces.clear()
 
 
@@ -248,22 +205,22 @@ class NodeServer(LocalServer[_Client]):
             case Request(number, extents):
                 if client.source is None or type(number) is not int or not are_extents(extents):
                     raise ConnectionLost(f"it requested {extents!r}")
-                client.source.requested.append((client, number, extents))
-                client.pieces[number] = deque()
-            case Wait() as wanted:
-                client.wanted = wanted
-            case Cancel(number):
-                client.pieces.pop(number, None)
-            case Release(sequences):
-                assert client.ring is not None
-                for sequence in sequences:
+                spans = spans_of(extents.lengths, client.slot_nbytes)
+                pieces = [_Piece(place, extents.at(span)) for place, span in enumerate(spans)]
+                client.source.requested.append(pieces)
+                client.pieces[number] = deque(pieces)
+            case Needs() as needs:
+                client.needs = needs
+                for number in needs.cancelled:
+                    client.pieces.pop(number, None)
+                for sequence in needs.dropped:
                     client.ring.release(sequence)
             case other:
                 raise ConnectionLost(f"it sent {other!r}")
 
     def _open(self, client: _Client, fd: int, opening: Opening) -> None:
         """Open a file for a client, and give it a ring."""
-        if client.ring is not None:
+        if client.source is not None:
             raise ConnectionLost("it opened a second file")
         try:
             client.ring = SlotWriter(opening.ring_nbytes)
@@ -272,8 +229,7 @@ class NodeServer(LocalServer[_Client]):
         except Exception as error:  # noqa: BLE001  # the client raises it
             client.connection.send(Failed(-1, sent_error(error)))
             return
-        client.source.clients += 1
-        client.connection.send(Ready(client.source.engine.name), fd=client.ring.fd)
+        client.connection.send(Ready(client.source.engine.name, client.slot_nbytes), fd=client.ring.fd)
 
     def _source(self, fd: int, opening: Opening) -> _OpenFile:
         """The file of a descriptor: opened before, if other clients read the same file in the same way."""
@@ -291,24 +247,18 @@ class NodeServer(LocalServer[_Client]):
 
     def dropped(self, client: _Client) -> None:
         source = client.source
-        if source is not None:
-            source.clients -= 1
-            if not source.clients:
-                del self._sources[source.key]
-                source.engine.close()
-                os.close(source.fd)
+        if source is not None and all(one.source is not source for one in self.clients.values()):
+            del self._sources[source.key]
+            source.engine.close()
+            os.close(source.fd)
 
 
 def _fill(room: memoryview, piece: _Piece, places: Integers) -> None:
     assert piece.reading.fetch is not None
-    values = piece.reading.fetch.take(piece.begin, piece.begin + len(piece.lengths))
+    values = piece.reading.fetch.take(piece.begin, piece.begin + len(piece.extents))
     for place, value in zip(places.tolist(), values, strict=False):
         assert isinstance(value, memoryview)  # no engine of a node reader reads to a GPU
         room[place : place + len(value)] = value
-
-
-def _joined(parts: Iterable[Integers]) -> Integers:
-    return np.concatenate(list(parts))
 
 
 def main(fd: int) -> None:

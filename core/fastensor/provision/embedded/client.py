@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickle
 import signal
-import subprocess
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fastensor.data import processes
 from fastensor.data.connection import Connection, ConnectionLost, Conversation, Message
 from fastensor.data.plan import EpochPlan
-from fastensor.data.ring import SlotReader
+from fastensor.data.ring import SlotReader, mapped
 from fastensor.errors import ProvisionError
 from fastensor.provision.embedded.protocol import (
     AskStatus,
     BatchReady,
     Credit,
     Hello,
-    Preload,
-    Refused,
     Register,
     Registered,
     Status,
 )
 from fastensor.provision.engine import EngineLost, Pushed, Registration, Start
 from fastensor.provision.pickling import pickling
-
-T = TypeVar("T")
 
 LOCAL = "local:"
 SEVERAL = "the embedded engine serves one machine: for several, start the service with engine='ray'"
@@ -78,12 +70,12 @@ class EmbeddedEngine:
             pickled = b"" if function is None else pickle.dumps(function)
         self._talking()  # or who has left would start it again
         with _conversation():
-            connection = self._reached(partial(processes.connected, self._name))
+            connection = self._said_hello(*processes.connected(self._name))
         return EmbeddedFeed(connection, Register(replace(registration, collate_fn=None), pickled), pid=self._pid)
 
     def preload(self, plan: EpochPlan, epoch: int) -> None:
         with _conversation():
-            self._talking().send(Preload(Start(plan, epoch, 0)))
+            self._talking().send(Start(plan, epoch, 0))
 
     def health(self) -> dict[str, Any]:
         with _conversation():
@@ -93,7 +85,9 @@ class EmbeddedEngine:
     def recover(self) -> None:
         before = self._lease
         try:
-            lease = self._reached(partial(processes.joined, self._name, self._start, self._seconds))
+            lease = self._said_hello(*processes.joined(self._name, self._start, self._seconds))
+        except OSError as error:
+            raise ProvisionError(f"the data service {error}") from error
         except ConnectionLost as error:
             raise ProvisionError(f"there is no data service at {self.address}: {error}") from error
         self._lease, self._process = lease, os.getpid()  # not sooner, or a forked child would talk with its parent's
@@ -122,23 +116,9 @@ class EmbeddedEngine:
         """Start the service, if this process can. Returns whether it has."""
         if self._spec_fd is None:
             return False
-        try:
-            started = processes.start(self._name, "fastensor.provision.embedded.server", self._spec_fd)
-        except (OSError, subprocess.SubprocessError) as error:
-            raise ProvisionError(f"the data service cannot be started: {error}") from error
+        started = processes.start(self._name, "fastensor.provision.embedded.server", self._spec_fd)
         self.has_started = self.has_started or started
         return started
-
-    def _reached(self, reach: Callable[[], tuple[Connection, Message]]) -> Connection:
-        """
-        Raises:
-            ConnectionLost: it is no data service, or none is there.
-            ProvisionError: it belongs to somebody else.
-        """
-        try:
-            return self._said_hello(*reach())
-        except PermissionError as error:
-            raise ProvisionError(f"the data service {error}") from error
 
     def _said_hello(self, connection: Connection, greeting: Message) -> Connection:
         """Note what the service says of itself. Keeps what it serves, so that this process, too, can start it again.
@@ -176,7 +156,8 @@ class EmbeddedFeed:
         with _conversation(connection):
             connection.send(wanted)
             answer = _answer(connection, processes.ANSWER_SECONDS, Registered)
-            self._ring = _mapped(answer.fd, partial(SlotReader, writable=True))
+            assert answer.fd is not None
+            self._ring = SlotReader(answer.fd, writable=True)
 
     def start(self, start: Start) -> None:
         with _conversation(self._connection):
@@ -184,14 +165,11 @@ class EmbeddedFeed:
 
     def pushed(self, seconds: float) -> Pushed | None:
         with _conversation(self._connection):
-            while True:
-                message = self._connection.receive()
-                if message is not None:
-                    if not isinstance(message.content, Status):
-                        return self._pushed(message)
-                elif not self._connection.wait(seconds):
+            while (message := self._connection.receive()) is None or isinstance(message.content, Status):
+                if message is None and not self._connection.wait(seconds):
                     self._check_health()
                     return None
+            return self._pushed(message)
 
     def credit(self, generation: int, taken: int, *, waited_seconds: float) -> None:
         with _conversation(self._connection):
@@ -204,7 +182,7 @@ class EmbeddedFeed:
         ready: BatchReady = message.content
         content = memoryview(b"")
         if message.fd is not None:
-            content = memoryview(_mapped(message.fd, lambda fd: mmap.mmap(fd, ready.slot.nbytes)))
+            content = mapped(message.fd, writable=True).data
         elif not ready.failure:
             content = self._ring.view(ready.slot)
         return Pushed(ready.generation, ready.number, content, ready.cost, ready.failure)
@@ -232,21 +210,6 @@ def checked_address(address: str) -> str:
     )
 
 
-def _mapped(fd: int | None, mapped: Callable[[int], T]) -> T:
-    """Map memory whose descriptor has come, and close that.
-
-    Raises:
-        ConnectionLost: there is no room for it.
-    """
-    assert fd is not None
-    try:
-        return mapped(fd)
-    except OSError as error:
-        raise ConnectionLost(f"memory that it shares cannot be mapped: {error}") from error
-    finally:
-        os.close(fd)
-
-
 def _answer(connection: Connection, seconds: float, expected: type[Any]) -> Message:
     """Wait for an answer of the type that is expected.
 
@@ -255,8 +218,8 @@ def _answer(connection: Connection, seconds: float, expected: type[Any]) -> Mess
         ConnectionLost: there is no answer.
     """
     message = connection.awaited(seconds)
-    if isinstance(message.content, Refused):
-        raise ProvisionError(message.content.reason)
+    if isinstance(message.content, ProvisionError):
+        raise message.content
     if not isinstance(message.content, expected):
         raise ConnectionLost(f"expected {expected.__name__}, found {message.content!r}")
     return message

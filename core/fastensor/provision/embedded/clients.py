@@ -9,15 +9,14 @@ from typing import Any
 from fastensor.data.connection import Connection, ConnectionLost
 from fastensor.data.ring import NO_SLOT, Slot, SlotWriter
 from fastensor.data.serving import LocalClient
+from fastensor.errors import ProvisionError
 from fastensor.files.arguments import check_whole
-from fastensor.provision.embedded.protocol import BatchReady, Credit, Refused, Register, Registered
+from fastensor.provision.embedded.protocol import BatchReady, Credit, Register, Registered
 from fastensor.provision.engine import Cost
 from fastensor.provision.feeding import BatchStream
 from fastensor.provision.metrics import Served
 from fastensor.provision.tasks import Task
 
-_LONGEST_NBYTES = 256 << 20
-"""Clients send no longer messages: pickles of functions, and numbers."""
 _MOST_AHEAD = 1 << 20
 """A loader may ask for so many batches ahead. One message of it may have the server count up to as many."""
 
@@ -27,7 +26,6 @@ class Client(LocalClient):
 
     def __init__(self, connection: Connection, number: int) -> None:
         super().__init__(connection, number)
-        connection.longest_nbytes = _LONGEST_NBYTES
         self.stream: BatchStream | None = None
         """Its loader."""
         self.collate_fn = b""
@@ -62,7 +60,7 @@ class Client(LocalClient):
         try:
             ring = SlotWriter(wanted.registration.buffer_nbytes)
         except (OSError, ValueError, MemoryError) as error:
-            self.connection.send(Refused(f"there is no memory for batches: {error}"))
+            self.connection.send(ProvisionError(f"there is no memory for batches: {error}"))
             return
         self.stream, self.collate_fn = BatchStream(self.number, wanted.registration, ring=ring), wanted.collate_fn
         self.connection.send(Registered(), fd=ring.fd)

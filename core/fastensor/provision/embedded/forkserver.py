@@ -50,10 +50,30 @@ class Main(Protocol):
         place: which of the workers it is.
     """
 
-    def __call__(self, connection: Connection, *, place: int) -> NoReturn: ...
+    def __call__(self, connection: Connection, *, place: int) -> None: ...
 
 
-class ForkServer:
+class ChildProcess:
+    """A process that the server has made, and talks to.
+
+    Args:
+        pid: of a child of this process.
+        connection: to it. It belongs to this object.
+    """
+
+    def __init__(self, pid: int, connection: Connection) -> None:
+        self.pid = pid
+        self.connection = connection
+
+    def end(self) -> int:
+        """Kill it, unless it has ended. Returns the status with which it has ended, or minus a signal."""
+        self.connection.close()
+        os.kill(self.pid, signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(status)
+
+
+class ForkServer(ChildProcess):
     """A forkserver, as the server sees it.
 
     Args:
@@ -64,17 +84,15 @@ class ForkServer:
 
     def __init__(self, main: Main, spec_fd: int, *, prepares: bool) -> None:
         self.prepares = prepares
-        self.has_forked = False
-        """True if it has made a worker."""
         self.awaited: set[int] = set()
         """The places of workers that it was asked for, and that have not come yet."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         server_pid = os.getpid()
-        self.pid = os.fork()
-        if not self.pid:
-            _run(Connection(theirs), server_pid, main, spec_fd, prepares=prepares)
+        pid = os.fork()
+        if not pid:
+            _run_and_exit(partial(_make_workers, Connection(theirs), server_pid, main, spec_fd, prepares=prepares))
         theirs.close()
-        self.connection = Connection(ours)
+        super().__init__(pid, Connection(ours))
 
     def ask(self, places: Collection[int]) -> None:
         """Ask for workers, in one message: the kernel takes few while the forkserver prepares itself. That it has ended
@@ -84,49 +102,42 @@ class ForkServer:
             with suppress(ConnectionLost):
                 self.connection.send(Fork([*places]))
 
-    def end(self) -> int:
-        """Kill it, unless it has ended. Returns the status with which it has ended, or minus a signal."""
-        self.connection.close()
-        return killed(self.pid)
-
-
-def killed(pid: int) -> int:
-    """Kill a child, unless it has ended. Returns the status with which it has ended, or minus a signal."""
-    os.kill(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
-
 
 def adopt_orphans() -> None:
     """Become the parent of all processes that descend from this one, and lose theirs."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _run(connection: Connection, server_pid: int, main: Main, spec_fd: int, *, prepares: bool) -> NoReturn:
-    """Be a forkserver, in a forked child of the server. Keeps nothing else of it open."""
+def _run_and_exit(run: Callable[[], object]) -> NoReturn:
+    """Run in a forked process, and end it: with 0 if the other end has ended. The server replaces what ends."""
     status = 1
     try:
-        _die_with(server_pid)
-        _close_all_but({connection.fileno(), spec_fd, 0, 1, 2})
-        torch.set_num_threads(1)
-        for name in _ONE_THREAD:
-            os.environ.setdefault(name, "1")
-        if prepares:
-            _prepare(spec_fd)
-        gc.freeze()  # so that workers share its memory
-        while True:
-            connection.wait()
-            for message in connection.arrived():
-                for place in message.content.places:
-                    pid, endpoint = _fork(partial(main, place=place), server_pid, connection)
-                    with endpoint:
-                        connection.send(Forked(pid, place), fd=endpoint.fileno())
-    except ConnectionLost:
-        status = 0  # the server has ended
-    except BaseException:  # noqa: BLE001  # it is printed, and the server starts another one
+        run()
+    except (ConnectionLost, ConnectionResetError):
+        status = 0
+    except BaseException:  # noqa: BLE001  # it is printed
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def _make_workers(connection: Connection, server_pid: int, main: Main, spec_fd: int, *, prepares: bool) -> None:
+    """Be a forkserver, in a forked child of the server. Keeps nothing else of it open."""
+    _die_with(server_pid)
+    _close_all_but({connection.fileno(), spec_fd, 0, 1, 2})
+    torch.set_num_threads(1)
+    for name in _ONE_THREAD:
+        os.environ.setdefault(name, "1")
+    if prepares:
+        _prepare(spec_fd)
+    gc.freeze()  # so that workers share its memory
+    while True:
+        connection.wait()
+        for message in connection.arrived():
+            for place in message.content.places:
+                pid, endpoint = _fork(partial(main, place=place), server_pid, connection)
+                with endpoint:
+                    connection.send(Forked(pid, place), fd=endpoint.fileno())
 
 
 def _prepare(spec_fd: int) -> None:
@@ -140,39 +151,29 @@ def _prepare(spec_fd: int) -> None:
         os._exit(1)
 
 
-def _fork(main: Callable[[Connection], NoReturn], server_pid: int, connection: Connection) -> tuple[int, socket.socket]:
+def _fork(main: Callable[[Connection], None], server_pid: int, connection: Connection) -> tuple[int, socket.socket]:
     """Make a worker. Returns its process id, and the server's end of the connection to it.
 
     Args:
         connection: of the forkserver to the server. The worker closes it, and what is made here, but nothing that the
             user's script, or a library, may have open.
     """
-    ours, theirs = socket.socketpair()
-    said, say = os.pipe()
-    adopted, adopt = os.pipe()  # is closed by the forkserver when the server is the parent
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     between = os.fork()
     if not between:
         pid = os.fork()
         if pid:
-            os.write(say, b"%d" % pid)
+            theirs.send(b"%d" % pid)
             os._exit(0)
-        try:
-            os.close(adopt)
-            os.read(adopted, 1)
-            _die_with(server_pid)
-            for fd in (adopted, said, say, ours.fileno(), connection.fileno()):
-                os.close(fd)
-            main(Connection(theirs))
-        finally:
-            os._exit(1)
+        ours.close()
+        theirs.recv(1)  # comes when the process between has ended: the server is the parent
+        _die_with(server_pid)
+        os.close(connection.fileno())
+        _run_and_exit(partial(main, Connection(theirs)))
     os.waitpid(between, 0)
-    for fd in (adopt, adopted, say):
-        os.close(fd)
     theirs.close()
-    try:
-        pid = int(os.read(said, 32))
-    finally:
-        os.close(said)
+    pid = int(ours.recv(32))
+    ours.send(b"!")
     return pid, ours
 
 

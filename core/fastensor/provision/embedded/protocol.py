@@ -2,7 +2,8 @@
 records, and those of :mod:`fastensor.provision.engine` and :mod:`fastensor.provision.work`.
 
 A client begins with ``Register``, and then sends ``Start`` and ``Credit``. One that keeps the server alive sends
-``Preload`` and ``AskStatus``. A worker is given ``Work``, and answers ``Done`` or ``Broken``.
+``AskStatus``, and ``Start`` to have the cache filled from there on. A worker is given ``Work``, and answers ``Done`` or
+``Broken``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from fastensor.data.coalescing import Integers
 from fastensor.data.ring import Slot
 from fastensor.data.skipping import OnError
-from fastensor.provision.engine import Cost, Facts, Registration, Start
+from fastensor.provision.engine import Cost, Facts, Registration
 
 # server to client
 
@@ -25,13 +26,7 @@ class Hello(NamedTuple):
 
 
 class Registered(NamedTuple):
-    """A loader is registered. The memory of its ring comes along."""
-
-
-class Refused(NamedTuple):
-    """A loader is not registered."""
-
-    reason: str
+    """A loader is registered. The memory of its ring comes along. If it is not, the error comes in place of this."""
 
 
 class BatchReady(NamedTuple):
@@ -75,12 +70,6 @@ class Credit(NamedTuple):
 
 class AskStatus(NamedTuple):
     """Ask for the state of the service."""
-
-
-class Preload(NamedTuple):
-    """The cache is to be filled from there on."""
-
-    start: Start
 
 
 # server to worker, and back

@@ -30,7 +30,7 @@ from fastensor.data.serving import LocalServer
 from fastensor.files.arguments import check_whole
 from fastensor.provision.embedded import worker
 from fastensor.provision.embedded.clients import Client
-from fastensor.provision.embedded.forkserver import ForkServer, adopt_orphans
+from fastensor.provision.embedded.forkserver import ChildProcess, ForkServer, adopt_orphans
 from fastensor.provision.embedded.protocol import (
     AddLoader,
     AskStatus,
@@ -38,14 +38,12 @@ from fastensor.provision.embedded.protocol import (
     Credit,
     ForgetLoader,
     Hello,
-    Preload,
     Register,
     SamplesStored,
     Status,
     StoreSamples,
 )
 from fastensor.provision.embedded.spec import facts_of
-from fastensor.provision.embedded.workers import WorkerProcess
 from fastensor.provision.engine import Start, cost_of_batch
 from fastensor.provision.placement import Placement, placements, worker_cpus
 from fastensor.provision.tasks import Task, Tasks
@@ -54,6 +52,22 @@ from fastensor.provision.work import Done
 _log = logging.getLogger(__name__)
 _TASKS_PER_WORKER = 2
 """One is done, and one is waiting, so that the worker need not."""
+
+
+class WorkerProcess(ChildProcess):
+    """A worker, as the server sees it.
+
+    Args:
+        place: which of the workers it is.
+    """
+
+    def __init__(self, pid: int, connection: Connection, place: int) -> None:
+        super().__init__(pid, connection)
+        self.place = place
+        self.tasks: dict[int, Task] = {}
+        """By number what it does, or will do, in that order."""
+        self.writing: dict[int, Task] = {}
+        """By number the tasks whose samples it writes to the cache."""
 
 
 class EmbeddedServer(LocalServer[Client]):
@@ -97,10 +111,10 @@ class EmbeddedServer(LocalServer[Client]):
                     self._introduce(client, one)
             case Start() as start:
                 self._check(start)
-                client.registered.begin(start)
-            case Preload(start):
-                self._check(start)
-                self._tasks.start(start)
+                if client.stream is not None:
+                    client.stream.begin(start)
+                else:
+                    self._tasks.start(start)
             case Credit() as credit:
                 client.take_credit(credit)
             case other:
@@ -170,34 +184,27 @@ class EmbeddedServer(LocalServer[Client]):
                 assert message.fd is not None
                 pid, place = message.content
                 self._forkserver.awaited.remove(place)
-                self._forkserver.has_forked = True
-                self._start_worker(WorkerProcess(pid, place, Connection(socket.socket(fileno=message.fd))))
+                self._start_worker(WorkerProcess(pid, Connection(socket.socket(fileno=message.fd)), place))
         except ConnectionLost:
             self._replace_forkserver()
 
     def _replace_forkserver(self) -> None:
-        """The forkserver has ended: start another one. It does not prepare itself if that may have ended this one.
+        """The forkserver has ended, perhaps by the user's script: start one that does not prepare itself.
 
         Raises:
-            RuntimeError: this one has not prepared itself, was asked for workers, and has made none either.
+            RuntimeError: this one has not prepared itself either, and has not made the workers that it was asked for.
         """
         gone = self._forkserver
         self.ignore(gone.connection)
         status = gone.end()
-        has_failed = bool(gone.awaited) and not gone.has_forked
-        if has_failed and not gone.prepares:
-            raise RuntimeError(f"the process that makes workers has ended with {status} before it has made one")
-        if not has_failed:
-            _log.warning(
-                "The process that makes workers of the data service has ended with %d, and is replaced", status
-            )
-        else:
-            _log.warning(
-                "The script that has started the data service ends the process that imports it for all workers (with "
-                "%d), or starts threads: each worker imports it",
-                status,
-            )
-        self._start_forkserver(gone.awaited, prepares=gone.prepares and not has_failed)
+        if gone.awaited and not gone.prepares:
+            raise RuntimeError(f"the process that makes workers has ended with {status} before it has made them")
+        _log.warning(
+            "The process that imports the script of the data service for all workers has ended with %d: each further "
+            "worker imports it. This is so if the script ends the process, starts threads, or leaves files open",
+            status,
+        )
+        self._start_forkserver(gone.awaited, prepares=False)
 
     def _start_worker(self, one: WorkerProcess) -> None:
         self._workers.append(one)
@@ -248,22 +255,22 @@ class EmbeddedServer(LocalServer[Client]):
 
     def _push(self, task: Task, done: Done, fd: int | None) -> None:
         """Send a batch to its client, if that is still there."""
-        client = self.clients.get(task.stream.number) if task.stream is not None else None
-        if task.batch is None or client is None:
-            return
-        hits = int((task.offsets >= 0).sum()) - len(done.lost)
-        cost = cost_of_batch(len(task.positions), hits, int(done.lengths.sum()), done.skipped)
-        self.do_for(client, partial(client.push, task, done.nbytes, cost, fd))
+        if (client := self._client_of(task)) is not None:
+            hits = int((task.offsets >= 0).sum()) - len(done.lost)
+            cost = cost_of_batch(len(task.positions), hits, int(done.lengths.sum()), done.skipped)
+            self.do_for(client, partial(client.push, task, done.nbytes, cost, fd))
 
     def _fail(self, task: Task, text: str) -> None:
         """Tell a loader why a batch cannot be made. If samples could not be read for the cache, they are not read ahead
         again, and the loader that needs them will be told."""
         if task.batch is None:
             self._tasks.cache.not_readable(task.positions)
-        client = self.clients.get(task.stream.number) if task.stream is not None else None
-        if task.batch is None or client is None:
-            return
-        self.do_for(client, partial(client.fail, task, text))
+        elif (client := self._client_of(task)) is not None:
+            self.do_for(client, partial(client.fail, task, text))
+
+    def _client_of(self, task: Task) -> Client | None:
+        """The client that a batch is for; None if it has gone, or samples are only read."""
+        return None if task.stream is None else self.clients.get(task.stream.number)
 
     def _replace(self, one: WorkerProcess) -> None:
         """A worker has ended: start another one, and have done again what it was doing."""

@@ -10,8 +10,8 @@ import mmap
 import os
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
+from itertools import islice
 from multiprocessing import process, spawn
 from typing import Any
 
@@ -35,45 +35,39 @@ def packed(facts: Facts, contents: UserObjects) -> int:
     preparation = spawn.get_preparation_data("fastensor-worker")
     for name in _NOT_FOR_WORKERS:
         preparation.pop(name, None)
-    fd = os.memfd_create("fastensor-spec", os.MFD_CLOEXEC)
+    memory = os.fdopen(os.memfd_create("fastensor-spec", os.MFD_CLOEXEC), "wb")
     advice = "Functions have to be defined at the top of a module, and the source may hold no open files or locks"
-    try:
-        with os.fdopen(os.dup(fd), "wb") as file, pickling("the source, or a transform,", advice):
-            pickle.dump(facts, file)
-            pickle.dump(preparation, file)
-            pickle.dump([getattr(contents, field.name) for field in fields(UserObjects)], file, protocol=5)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    with memory, pickling("the source, or a transform,", advice):
+        pickle.dump(facts, memory)
+        pickle.dump(preparation, memory)
+        pickle.dump([getattr(contents, field.name) for field in fields(UserObjects)], memory, protocol=5)
+        memory.flush()
+        return os.dup(memory.fileno())
 
 
 def facts_of(fd: int) -> Facts:
     """The facts of a spec."""
-    with _pickles_of(fd) as memory:
-        found: Facts = pickle.load(memory)
-        return found
+    found: Facts = next(_pickled(fd))
+    return found
 
 
 def prepare(fd: int) -> None:
     """Become like the process that has packed a spec: import its script. It is imported once in a process."""
-    with _pickles_of(fd) as memory:
-        pickle.load(memory)
-        _prepare(pickle.load(memory))
+    _, preparation = islice(_pickled(fd), 2)
+    _prepare(preparation)
 
 
 def contents_of(fd: int) -> UserObjects:
     """The user's objects, in a process that was made for them, and is prepared."""
-    with _pickles_of(fd) as memory:
-        pickle.load(memory)
-        _prepare(pickle.load(memory))
-        return UserObjects(*pickle.load(memory))
+    prepare(fd)
+    return UserObjects(*next(islice(_pickled(fd), 2, None)))
 
 
-@contextmanager
-def _pickles_of(fd: int) -> Iterator[mmap.mmap]:
+def _pickled(fd: int) -> Iterator[Any]:
+    """The objects of a spec, one after the other. The process has to be prepared for the last one."""
     with mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ) as memory:
-        yield memory
+        while True:
+            yield pickle.load(memory)
 
 
 def _prepare(preparation: dict[str, Any]) -> None:

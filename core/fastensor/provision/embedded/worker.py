@@ -6,20 +6,19 @@ the server goes on: it starts another worker for one that has ended.
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickle
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 
 from fastensor.data.coalescing import Integers
-from fastensor.data.connection import Connection, ConnectionLost, Message
-from fastensor.data.ring import shared_memory
+from fastensor.data.connection import Connection, Message
+from fastensor.data.ring import mapped, shared_memory
 from fastensor.data.skipping import OnError
 from fastensor.provision import encoding
 from fastensor.provision.embedded.protocol import AddLoader, Broken, ForgetLoader, SamplesStored, StoreSamples
@@ -36,8 +35,7 @@ class WorkerLoader:
         self.on_error: OnError = added.on_error
         self._pickled = added.collate_fn
         self._collate_fn: Callable[[list[Any]], Any] | None = None
-        self.ring = memoryview(mmap.mmap(ring_fd, os.fstat(ring_fd).st_size))
-        os.close(ring_fd)
+        self.ring = mapped(ring_fd, writable=True).data
 
     @property
     def collate_fn(self) -> Callable[[list[Any]], Any] | None:
@@ -158,21 +156,16 @@ def main(
     slabs: memoryview,
     seed: int,
     cpus: Sequence[frozenset[int]],
-) -> NoReturn:
+) -> None:
     """Be a worker, in a process that was forked for it.
 
     Args:
         place: which of the workers it is.
         cpus: for each place the processors that it runs on; none: any.
+
+    Raises:
+        ConnectionLost: the server has ended.
     """
-    status = 1
-    try:
-        pin_to(cpus[place])
-        torch.set_num_threads(1)
-        ServiceWorker(connection, spec_fd, slabs, seed=seed).run()
-    except ConnectionLost:
-        status = 0  # the server has ended
-    except BaseException:  # noqa: BLE001  # it is printed, and the server starts another worker
-        traceback.print_exc()
-    finally:
-        os._exit(status)
+    pin_to(cpus[place])
+    torch.set_num_threads(1)
+    ServiceWorker(connection, spec_fd, slabs, seed=seed).run()

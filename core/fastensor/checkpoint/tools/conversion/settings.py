@@ -35,7 +35,7 @@ class ConvertSettings:
     backend: BackendChoice
     durable: bool
     shard_nbytes: int
-    memory_nbytes: int
+    memory_nbytes: int | None
     dtype: torch.dtype | None
     rename: Mapping[str, str]
     drop: bool
@@ -48,7 +48,8 @@ class ConvertSettings:
             ValueError, UnsupportedContentError: the message says which.
         """
         as_nbytes(self.shard_nbytes, "shard_nbytes", at_least=1)
-        as_nbytes(self.memory_nbytes, "memory_nbytes", at_least=MIN_MEMORY_NBYTES)
+        if self.memory_nbytes is not None:
+            as_nbytes(self.memory_nbytes, "memory_nbytes", at_least=MIN_MEMORY_NBYTES)
         check_choice(self.backend)
         check_flags(
             checksums=self.checksums, copy_ties=self.copy_ties, verify=self.verify, durable=self.durable, drop=self.drop

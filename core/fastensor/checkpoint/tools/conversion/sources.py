@@ -14,10 +14,10 @@ from fastensor.checkpoint.containers import container_at
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.models.sharded import files_at, is_index, weights_at
 from fastensor.checkpoint.progress import Progress
-from fastensor.checkpoint.tools.catalog import Catalog, TensorInfo, ties_in
+from fastensor.checkpoint.tools.catalog import TensorInfo, ties_in
 from fastensor.checkpoint.tools.cataloged import open_files
 from fastensor.checkpoint.tools.conversion.copying import InFile, SourceBytes, SourceTensors
-from fastensor.checkpoint.tools.conversion.selection import Selection, renamed, select
+from fastensor.checkpoint.tools.conversion.selection import renamed, select
 from fastensor.checkpoint.tools.conversion.settings import ConvertSettings
 from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.safetensors import beyond_format
@@ -43,15 +43,13 @@ class ConversionSource:
     files: Mapping[str, str] = field(default_factory=dict)
     """The file of each tensor, by its new name, for messages. Those of a distributed checkpoint are not among them."""
     paths: tuple[Location, ...] = ()
-    """Its files, and their index. Those of a distributed checkpoint are not among them."""
+    """Its files, and their index; all files in the directory of a distributed checkpoint."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """The metadata of the safetensors file, or that which all of the files have."""
     unchecked: Mapping[str, str] = field(default_factory=dict)
     """Files without checksums, and why."""
     ties: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
     """Names of tensors that share memory, by the files that have such."""
-    only: tuple[Catalog, Selection] | None = None
-    """The catalog of a source that is one file, and what is taken of it; None for others."""
     build: Callable[[Mapping[str, torch.Tensor]], Any] = dict
     """Makes what is saved of its tensors, by name."""
 
@@ -106,7 +104,6 @@ def _open_files(location: Location, settings: ConvertSettings, stack: ExitStack)
         metadata=metadata,
         unchecked={one.file.where: one.catalog.unchecked for one in files if not one.catalog.checked},
         ties={where: groups for where, groups in ties.items() if groups},
-        only=(files[0].catalog, selections[0]) if index is None else None,
     )
 
 
