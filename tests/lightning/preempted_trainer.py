@@ -15,9 +15,11 @@ from typing import Any
 
 from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 
 def main(package: str, folder: Path) -> None:
-    from lightning_models import fit  # beside this program, which pytest only looks at
+    from lightning_models import fit
 
     pl = importlib.import_module(package)
 

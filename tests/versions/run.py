@@ -2,7 +2,7 @@
 
     python tests/versions/run.py FOLDER             # all tests but the long ones, six environments
     python tests/versions/run.py FOLDER --quick     # a part of them, with the lowest versions on the lowest Python
-    python tests/versions/run.py FOLDER --only newest-3.13 --tests tests/unit
+    python tests/versions/run.py FOLDER --only newest-3.13 --tests tests/stitch
 
 Each pair of a Python and an end of the range gets an environment of its own in FOLDER, made by uv, whose cache the
 environments share by hard links. Only wheels are installed: so the lowest version is the lowest one that has a wheel
