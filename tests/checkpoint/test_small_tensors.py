@@ -226,3 +226,15 @@ def test_memory_goes_with_the_object(tmp_path: Path, backend: str, suffix: str, 
         assert storage.expired()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("name", ["data.pkl", "version", "byteorder"])
+def test_a_record_beside_the_folder_is_not_the_archives_own(tmp_path: Path, name: str) -> None:
+    torch.save({"tag": "innocent"}, tmp_path / "x.pt")
+    torch.save({"tag": "other"}, tmp_path / "other.pt")
+    with zipfile.ZipFile(tmp_path / "other.pt") as other:
+        content = other.read(f"other/{name}")
+    with zipfile.ZipFile(tmp_path / "x.pt", "a") as archive:
+        archive.writestr(name, content)
+    with pytest.raises(fastensor.FastensorError):
+        fastensor.load(tmp_path / "x.pt")

@@ -57,10 +57,15 @@ def _verify(file: str, member: FolderEntry) -> dict[str, Any]:
         with progress_bar(printable(file)) as progress:
             report = verify_member(member, registry.AUTO, progress)
     except DamagedCheckpointError as error:
-        return {"result": "damaged", "error": str(error), **asdict(error.report), "path": file}
+        return {"result": "damaged", "error": _said(error), **asdict(error.report), "path": file}
     except (FastensorError, OSError) as error:
-        return {"path": file, "result": "unreadable", "error": str(error)}
+        return {"path": file, "result": "unreadable", "error": _said(error)}
     return {"result": _describe(report), **asdict(report), "path": file}
+
+
+def _said(error: Exception) -> str:
+    """The message of an error, and its notes, which are of other files."""
+    return "; ".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def _describe(report: VerifyReport) -> str:

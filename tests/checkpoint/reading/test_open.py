@@ -438,3 +438,16 @@ def test_a_mapped_file_that_is_replaced_meanwhile(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(safetensors_file, "read_header", replace_it)
     assert (fastensor.load(path, mmap=True)["w"] == 1).all()
+
+
+def test_an_empty_tensor_does_not_vouch_for_the_next_one(tmp_path: Path) -> None:
+    """Both begin at the same place of the file."""
+    path = tmp_path / "x.safetensors"
+    fastensor.save({"a": torch.empty(0), "b": torch.arange(300_000.0)}, path)
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 1
+    path.write_bytes(data)
+    with fastensor.open(path, mmap=True) as found:
+        assert not found["a"].numel()
+        with pytest.raises(CorruptCheckpointError, match="tensor 'b'"):
+            found["b"]

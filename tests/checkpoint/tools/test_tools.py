@@ -329,6 +329,18 @@ def test_an_open_file_is_not_written_while_it_is_read(tmp_path: Path) -> None:
     assert path.read_bytes() == buffer.getvalue() == before
 
 
+def test_a_model_in_a_folder_gets_nothing_of_another_container_into_it(tmp_path: Path) -> None:
+    fastensor.save_sharded({"w": torch.ones(2), "v": torch.ones(3)}, tmp_path / "model", shard_nbytes=8)
+    (tmp_path / "model" / "optimizer.bin").write_bytes(b"x")
+    before = sorted(os.listdir(tmp_path / "model"))
+    for target in (tmp_path / "model", tmp_path / "model" / "optimizer.bin"):
+        for container in ("dcp", "torch"):
+            with pytest.raises(UnsupportedContentError, match="the target is the source, or one of its files"):
+                fastensor.convert(tmp_path / "model", target, container=container)  # type: ignore[arg-type]
+    assert sorted(os.listdir(tmp_path / "model")) == before
+    assert (tmp_path / "model" / "optimizer.bin").read_bytes() == b"x"
+
+
 def test_a_url_is_not_replaced_while_it_is_read() -> None:
     fastensor.save({"w": torch.ones(2)}, "memory://part.ckpt")
     with pytest.raises(UnsupportedContentError, match="the target is the source"):

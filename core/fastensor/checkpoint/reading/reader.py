@@ -223,8 +223,8 @@ class PartReader:
         self.window = ReadWindow(partial(self._reader.read, checksum=verify), order, kept=keep)
         self._data: dict[int, int] = {}
         """Offset of the data of records, by the offset of their local headers."""
-        self._sound: set[int] = set()
-        """Where the parts begin whose CRC32 has been compared by :meth:`check` or :meth:`check_read`."""
+        self._sound: set[tuple[int, int]] = set()
+        """Where the parts begin and end whose CRC32 has been compared by :meth:`check` or :meth:`check_read`."""
         self._unread = OrderedDict((part.begin, part) for part in parts if part.nbytes)
         """The parts that :meth:`read_array` has not read yet, by where they begin."""
         self._ahead: dict[int, _ReadAhead] = {}
@@ -345,17 +345,17 @@ class PartReader:
         """Read all of a part in bounded memory and compare it, once in the life of this reader."""
         if self.must_check(part):
             check_crc32(part, self.data_begin(part), self._crc32_of(part), self.where)
-            self._sound.add(part.begin)
+            self._sound.add((part.begin, part.end))
 
     def check_read(self, part: Part, crc32: int) -> None:
         """Compare a part that was read by ranges, or elsewhere: ``crc32`` is that of all its data."""
         if self.verify:
             check_crc32(part, self.data_begin(part), crc32, self.where)
-            self._sound.add(part.begin)
+            self._sound.add((part.begin, part.end))
 
     def must_check(self, part: Part) -> bool:
         """True if a part has a CRC32 that neither :meth:`check` nor :meth:`check_read` has compared."""
-        return self.verify and part.crc32 is not None and part.begin not in self._sound
+        return self.verify and part.crc32 is not None and (part.begin, part.end) not in self._sound
 
     def find_damage(self, part: Part, progress: Callable[[int], object]) -> Damage | None:
         """Read all of a part in bounded memory and compare it. A CRC32 that differs is returned, not raised.

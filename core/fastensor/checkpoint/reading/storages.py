@@ -77,6 +77,8 @@ def small_records(archive: TorchArchive) -> Mapping[str, Part]:
     """
     folder = archive.pickle.name.removesuffix(_PICKLE)
     found = {part.name.removeprefix(folder): part for part in archive.others}
+    if not all(part.name.startswith(folder) for part in archive.others):
+        raise NotOrdinaryError("the archive has records in another folder, which torch refuses")
     if not {_PICKLE, *_NEEDED} <= found.keys() <= {_PICKLE, *_NEEDED, *_OTHERS}:
         raise NotOrdinaryError("the archive has other records than torch writes today")
     if found["byteorder"].nbytes != len(sys.byteorder):

@@ -12,13 +12,13 @@ import torch
 
 from fastensor.backends import registry
 from fastensor.checkpoint.containers import directory_container
-from fastensor.checkpoint.location import Location
+from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.models.sharded import SHARD_NBYTES, write_sharded
 from fastensor.checkpoint.progress import Progress, reporting
 from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.tools.catalog import TensorInfo
 from fastensor.checkpoint.tools.conversion.copying import cast_bytes
-from fastensor.checkpoint.tools.conversion.same_file import is_same_file
+from fastensor.checkpoint.tools.conversion.same_file import is_inside, is_same_file
 from fastensor.checkpoint.tools.conversion.settings import ConvertSettings, WrittenContainer
 from fastensor.checkpoint.tools.conversion.sources import ConversionSource, open_source, what_shares_memory
 from fastensor.checkpoint.writing.save import SavedContainer, SaveSettings
@@ -28,6 +28,8 @@ from fastensor.files.arguments import as_nbytes, checks_keywords
 from fastensor.select.transfer import BackendChoice
 from fastensor.stitch.shape import row_major
 from fastensor.stitch.source import FileBytes, Plan
+
+_IS_SOURCE = "{}: the target is the source, or one of its files; choose another target"
 
 
 @checks_keywords
@@ -142,6 +144,8 @@ def convert_by(
         check: called before anything is written, with the names of what is left out, and of tensors that share
             memory by file; what it raises ends the conversion. Needs settings with ``drop``.
     """
+    if is_same_file(source, target) or is_inside(target, source):
+        raise UnsupportedContentError(_IS_SOURCE.format(name_of(source)))
     if container := directory_container(settings.container):
         if check is not None:
             check(container.left_out(source, settings), {})
@@ -187,9 +191,7 @@ class _Conversion:
                 durable=settings.durable,
             )
         if any(is_same_file(path, target) for path in self._source.paths):
-            raise UnsupportedContentError(
-                f"{self._source.where}: the target is the source, or one of its files; choose another target"
-            )
+            raise UnsupportedContentError(_IS_SOURCE.format(self._source.where))
         return self._write(target, [*tensors], cast(SavedContainer, settings.container))
 
     def _write(self, path: Location, names: Sequence[str], kind: SavedContainer) -> SaveReport:
