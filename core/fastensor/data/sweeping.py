@@ -17,6 +17,7 @@ from contextlib import suppress
 
 from fastensor.data.engines.buffered import advise
 from fastensor.files.budgets import available_memory
+from fastensor.files.forks import first_in_children
 
 _MOST_OF_MEMORY = 0.5
 """The files that a process sweeps may take this part of the memory that is available, so that the pages of others
@@ -88,8 +89,8 @@ class Sweep:
         self._file = os.fdopen(os.dup(fd), "rb")
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="fastensor-sweep", daemon=True)
+        _sweeps[id(self)] = self  # before it begins: another one counts it
         self._thread.start()
-        _sweeps[id(self)] = self
 
     @property
     def is_over(self) -> bool:
@@ -116,6 +117,7 @@ class Sweep:
 
 _sweeps: weakref.WeakValueDictionary[int, Sweep] = weakref.WeakValueDictionary()
 """The sweeps of this process, by their ids."""
+first_in_children(_sweeps.clear)  # the parent's do not count
 
 
 def _identity(fd: int) -> tuple[int, int]:

@@ -60,8 +60,10 @@ class SampleCache:
         self._last_uses: list[int] = []
         """A heap of next uses, and of some that are outdated. See :meth:`_entry`."""
         self._holders: dict[int, int] = {}
-        self._coming: set[int] = set()
-        """Samples that workers read or write now."""
+        self._reading: set[int] = set()
+        """Samples that workers read now."""
+        self._unwritten: set[int] = set()
+        """Samples that have a place, and are not written yet."""
         self._damaged: set[int] = set()
         """Samples that go as soon as nobody holds them."""
         self._unreadable: set[int] = set()
@@ -88,7 +90,7 @@ class SampleCache:
         offsets, lengths = np.full(len(positions), -1), np.zeros(len(positions), np.int64)
         for place, position in enumerate(positions.tolist()):
             found = self.find(position)
-            if found is not None and position not in self._coming and position not in self._damaged:
+            if found is not None and position not in self._unwritten and position not in self._damaged:
                 offsets[place], lengths[place] = found
                 self.hold(position)
         return offsets, lengths
@@ -101,11 +103,11 @@ class SampleCache:
     def reading(self, positions: Integers) -> None:
         """Samples are being read."""
         if self.nbytes:
-            self._coming.update(positions.tolist())
+            self._reading.update(positions.tolist())
 
     def not_reading(self, positions: Integers) -> None:
         """Samples have been read, or the worker has ended."""
-        self._coming.difference_update(positions.tolist())
+        self._reading.difference_update(positions.tolist())
 
     def store(self, positions: Integers, lengths: Integers, next_uses: Integers) -> Integers:
         """Offsets to write samples to; -1 where there are others that are used sooner, or held. They are held."""
@@ -114,12 +116,12 @@ class SampleCache:
         for place, (position, nbytes, next_use) in enumerate(entries):
             if self.find(position) is None and (found := self.place(position, nbytes, next_use=next_use)) is not None:
                 offsets[place] = found[0]
-                self._coming.add(position)
+                self._unwritten.add(position)
         return offsets
 
     def written(self, positions: Integers, next_uses: Integers) -> None:
         """Samples that were placed can be found now."""
-        self.not_reading(positions)
+        self._unwritten.difference_update(positions.tolist())
         self.give_back(positions, next_uses)
 
     def not_written(self, positions: Integers) -> None:
@@ -145,11 +147,12 @@ class SampleCache:
 
     def awaits(self, positions: Integers) -> bool:
         """True if some of the samples will be found soon."""
-        return not self._coming.isdisjoint(positions.tolist())
+        wanted = positions.tolist()
+        return not (self._reading.isdisjoint(wanted) and self._unwritten.isdisjoint(wanted))
 
     def lacking(self, positions: Integers) -> Integers:
         """The samples that are to be read ahead: they have no place, are not being read, and have not failed."""
-        known = self._coming | self._unreadable
+        known = self._reading | self._unreadable
         return np.array([one for one in positions.tolist() if one not in known and self.find(one) is None], np.int64)
 
     def would_keep(self, count: int, next_use: int) -> bool:

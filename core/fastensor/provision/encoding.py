@@ -91,7 +91,7 @@ def encode(value: Any) -> Encoded:
 
     Args:
         value: tensors of the CPU that need no gradient, arrays and scalars of NumPy, ``bytes``, ``str``, ``int``,
-            ``float``, ``bool``, None; and lists, tuples, named tuples, sets and dicts of values.
+            ``float``, ``bool``, None; and lists, tuples, named tuples and dicts of values.
 
     Raises:
         UnsupportedSampleError: the value has an object of another type, or is nested in itself.

@@ -127,4 +127,5 @@ def as_reads(lengths: Integers, nbytes: int) -> Reads:
 
 def sent_error(error: Exception) -> Exception:
     """An error for another process: the error itself, or its words if its class cannot be pickled."""
+    error = error.with_traceback(None)  # which would keep what its frames hold
     return error if can_be_sent(error) else NodeReaderError(f"the node reader has failed: {reason_of(error)}")
