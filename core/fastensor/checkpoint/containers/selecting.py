@@ -9,7 +9,7 @@ from fastensor.backends.registry import record_fallback
 from fastensor.checkpoint.models.names import choose, nodes, resolve
 from fastensor.checkpoint.reading.archive import read_pickle
 from fastensor.checkpoint.reading.opened import OpenedFile
-from fastensor.checkpoint.reading.request import LoadRequest, Selection
+from fastensor.checkpoint.reading.request import ArchivePart, LoadRequest
 from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.pickle_parts import cut
 from fastensor.stitch.pickle_records import PickledStorage, all_in
@@ -17,8 +17,8 @@ from fastensor.stitch.torch_pickle import read_program
 from fastensor.stitch.torch_records import TorchArchive
 
 
-def select(file: OpenedFile, archive: TorchArchive, keys: Iterable[str], request: LoadRequest) -> Selection | None:
-    """Selection by ``keys``; None if the whole file has to be read to find out."""
+def select(file: OpenedFile, archive: TorchArchive, keys: Iterable[str], request: LoadRequest) -> ArchivePart | None:
+    """The selection by ``keys``; None if the whole file has to be read to find out."""
     data = read_pickle(file, archive, verify=request.checked)
     try:
         program = read_program(data, where=file.where)
@@ -32,7 +32,7 @@ def select(file: OpenedFile, archive: TorchArchive, keys: Iterable[str], request
     aside, leading_keys = _beside(program.structure, names, file.where)
     kept = {id(one) for one in (*needed, *all_in(leading_keys))}
     short = cut(program, (one for one in all_in(aside) if id(one) not in kept))
-    return Selection(names, skipped, None if short is None else short.ljust(archive.pickle.nbytes, b"\0"))
+    return ArchivePart(names, skipped, None if short is None else short.ljust(archive.pickle.nbytes, b"\0"))
 
 
 def _beside(tree: Any, names: Collection[str], where: str) -> tuple[list[Any], list[Any]]:
@@ -66,11 +66,11 @@ def chosen_by(keys: Iterable[str], result: Any, where: str) -> Any:
     return choose(result, _names_of(result, keys, where).__contains__)
 
 
-def has_all(selection: Selection, result: Any, where: str) -> bool:
+def has_all(selection: ArchivePart, result: Any, where: str) -> bool:
     """True if all selected names are in what was loaded."""
     return selection.names <= {node.name for node in nodes(result, where)}
 
 
-def selected(selection: Selection, result: Any) -> Any:
+def selected(selection: ArchivePart, result: Any) -> Any:
     """The selected part of what was loaded."""
     return choose(result, selection.names.__contains__)

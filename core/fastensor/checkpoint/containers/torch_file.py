@@ -28,7 +28,7 @@ from fastensor.checkpoint.reading.placement import (
     may_be_filled_at_once,
 )
 from fastensor.checkpoint.reading.reader import open_reader
-from fastensor.checkpoint.reading.request import MAPPED, Loaded, LoadRequest, Selection
+from fastensor.checkpoint.reading.request import MAPPED, ArchivePart, Loaded, LoadRequest
 from fastensor.checkpoint.reading.storages import (
     NotOrdinaryError,
     Storages,
@@ -47,7 +47,7 @@ from fastensor.errors import (
 from fastensor.stitch.torch_records import TorchArchive
 
 __all__ = ["foreign_code", "load", "read_catalog", "to_compare"]
-_ALL = Selection(set())
+_ALL = ArchivePart(set())
 _logger = logging.getLogger("fastensor")
 _FINAL = (FastensorError, MemoryError, torch.OutOfMemoryError)
 """Another attempt would raise these again."""
@@ -113,14 +113,14 @@ def _why_not_mapped(file: OpenedFile, archive: TorchArchive) -> str:
     )
 
 
-def _select(file: OpenedFile, archive: TorchArchive, keys: Iterable[str], request: LoadRequest) -> Selection | None:
-    """Selection by ``keys``; None if the whole file has to be read to find out."""
+def _select(file: OpenedFile, archive: TorchArchive, keys: Iterable[str], request: LoadRequest) -> ArchivePart | None:
+    """The selection by ``keys``; None if the whole file has to be read to find out."""
     from fastensor.checkpoint.containers.selecting import select  # a load of all needs nothing of it
 
     return select(file, archive, keys, request)
 
 
-def _load_some(file: OpenedFile, archive: TorchArchive, request: LoadRequest, selection: Selection) -> Loaded:
+def _load_some(file: OpenedFile, archive: TorchArchive, request: LoadRequest, selection: ArchivePart) -> Loaded:
     """Load the selection without reading the rest of the file, unless torch needs the rest."""
     try:
         loaded = _load_archive(file, archive, request, selection)
@@ -156,7 +156,7 @@ def _chosen_of(result: Any, request: LoadRequest, file: OpenedFile) -> Any:
     return chosen_by(request.keys, result, file.where)
 
 
-def _load_archive(file: OpenedFile, archive: TorchArchive, request: LoadRequest, selection: Selection) -> Loaded:
+def _load_archive(file: OpenedFile, archive: TorchArchive, request: LoadRequest, selection: ArchivePart) -> Loaded:
     """Let torch rebuild the object, in the fastest way that suits the file and the request."""
     if may_be_filled_at_once(request.map_location) and not archive.swapped:
         from fastensor.checkpoint.reading.checked_file import load_through_torch

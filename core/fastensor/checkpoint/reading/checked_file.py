@@ -12,7 +12,7 @@ from fastensor.backends.memory import is_filled_at_once, storage_on
 from fastensor.checkpoint.reading.opened import FileView, OpenedFile
 from fastensor.checkpoint.reading.placement import MapLocation, destination, place
 from fastensor.checkpoint.reading.reader import PartReader, open_reader
-from fastensor.checkpoint.reading.request import Loaded, LoadRequest, Selection
+from fastensor.checkpoint.reading.request import ArchivePart, Loaded, LoadRequest
 from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.parts import LOCAL_HEADER, Part, stand_in_header
 from fastensor.stitch.torch_records import TorchArchive
@@ -144,7 +144,7 @@ class CheckedFile(FileView):
 
 
 def load_through_torch(
-    file: OpenedFile, archive: TorchArchive, request: LoadRequest, selection: Selection, *, fills_devices: bool
+    file: OpenedFile, archive: TorchArchive, request: LoadRequest, selection: ArchivePart, *, fills_devices: bool
 ) -> Loaded:
     """Let ``torch.load`` rebuild the object from our file object.
 

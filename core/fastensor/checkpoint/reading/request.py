@@ -132,7 +132,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class ArchivePart:
     """The part of an archive that is loaded."""
 
     names: set[str]
