@@ -16,7 +16,6 @@ import logging
 import os
 import selectors
 import socket
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
@@ -78,6 +77,8 @@ class LocalServer(Generic[C]):
         self._numbers = 0
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._is_full = False
+        """True if nobody can be let in for lack of descriptors or memory. Who has connected waits."""
 
     def obey(self, client: C, message: Message) -> None:
         """Do what a client wants. The descriptor of the message is closed afterwards."""
@@ -102,11 +103,16 @@ class LocalServer(Generic[C]):
 
     def await_events(self, seconds: float | None) -> bool:
         """Do what comes within ``seconds``. False if nothing does, and there is no client."""
+        was_full, self._is_full = self._is_full, False
+        if was_full:
+            seconds = _FULL_SECONDS if seconds is None else min(seconds, _FULL_SECONDS)
         events = self._selector.select(seconds)
+        if was_full:
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         for key, _ in events:
             if key.fd in self._selector.get_map():  # what came before may have ended this one
                 key.data()
-        return bool(events or self.clients)
+        return bool(events or self.clients or was_full)
 
     def close(self) -> None:
         """Let all clients go."""
@@ -150,8 +156,9 @@ class LocalServer(Generic[C]):
         try:
             endpoint, _ = self._listener.accept()
         except OSError as error:
-            if error.errno in NO_ROOM:  # who has connected stays there, and is reported again at once
-                time.sleep(_FULL_SECONDS)
+            if error.errno in NO_ROOM:  # or the listener would be reported again at once, and again
+                self._selector.unregister(self._listener)
+                self._is_full = True
             return  # or the client has gone
         client = self._client(Connection(endpoint), self._numbers)
         if client.uid != os.geteuid():

@@ -76,7 +76,7 @@ class Needs(NamedTuple):
     request: int
     """The request that it waits for."""
     span: int
-    """It waits for the values up to those of the span with this number."""
+    """Number of the last span whose values the client waits for."""
     cancelled: list[int]
     """Requests of which it takes no more values."""
     dropped: list[int]

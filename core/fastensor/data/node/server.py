@@ -99,8 +99,8 @@ class _OpenFile:
     fd: int
     engine: Engine
     key: _Key
-    requested: list[list[_Piece]] = field(default_factory=list)
-    """Requests that were not begun."""
+    requested: list[deque[_Piece]] = field(default_factory=list)
+    """Requests that were not begun. Those that are not wanted any more have no pieces."""
 
     def begin_requested(self) -> None:
         """Begin what clients have requested, as one fetch."""
@@ -181,6 +181,8 @@ class _Client(LocalClient):
 
     def close(self) -> None:
         super().close()
+        for pieces in self.pieces.values():
+            pieces.clear()
         self.pieces.clear()
 
 
@@ -206,13 +208,13 @@ class NodeServer(LocalServer[_Client]):
                 if client.source is None or type(number) is not int or not are_extents(extents):
                     raise ConnectionLost(f"it requested {extents!r}")
                 spans = spans_of(extents.lengths, client.slot_nbytes)
-                pieces = [_Piece(place, extents.at(span)) for place, span in enumerate(spans)]
+                pieces = deque(_Piece(place, extents.at(span)) for place, span in enumerate(spans))
                 client.source.requested.append(pieces)
-                client.pieces[number] = deque(pieces)
+                client.pieces[number] = pieces
             case Needs() as needs:
                 client.needs = needs
                 for number in needs.cancelled:
-                    client.pieces.pop(number, None)
+                    client.pieces.pop(number, deque[_Piece]()).clear()
                 for sequence in needs.dropped:
                     client.ring.release(sequence)
             case other:
