@@ -91,7 +91,7 @@ def test_ranks_choose_by_what_rank_0_has_learned(brand: str, tmp_path: Path) -> 
 def test_sharing_begins_before_loads_and_is_for_the_folder_of_the_checkpoints(
     brand: str, given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That is inside of the logger's if none was given."""
+    """A ``dirpath`` that was not given is inside of the logger's folder."""
     pl = pytest.importorskip(brand)
     events: list[Any] = []
 

@@ -231,7 +231,7 @@ def test_another_plan_changes_who_goes_first() -> None:
 
 
 def test_a_cache_forgets_what_is_outdated() -> None:
-    """It still knows which sample is used last."""
+    """The cache still knows which sample is used last."""
     cache = SampleCache(4, nbytes=4 * ROOM)
     stored(cache, 0, 1, 2, 3)
     for epoch in range(1, 2000):

@@ -37,8 +37,8 @@ _logger = logging.getLogger("fastensor")
 
 
 TracedPass: TypeAlias = dict[str, tuple[float, float, int]]
-"""Of the ``forward`` and the ``backward`` pass: the first moment that was noted, the last one, and the native id of the
-thread that has begun."""
+"""The times of a pass, by ``forward`` and ``backward``: the first moment that was noted, the last one, and the native
+id of the thread that has begun."""
 
 
 class Trace:

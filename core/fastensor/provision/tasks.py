@@ -210,7 +210,7 @@ class Tasks:
         }
 
     def _own(self, positions: Positions) -> Positions:
-        """Those of the samples that are kept here."""
+        """The positions whose samples this server keeps."""
         return positions if self._servers == 1 else positions[owners(positions, self._servers) == self._server]
 
     def _next_uses(self, task: Task, samples: Integers) -> Integers:

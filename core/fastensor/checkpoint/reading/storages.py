@@ -34,7 +34,8 @@ _NEEDED = ("version", "byteorder")
 _OTHERS = (".data/serialization_id", ".format_version", ".storage_alignment")
 """Records that torch writes beside the storages, and reads before them."""
 _BEHIND = ("version", ".data/serialization_id")
-"""Those that stand behind the storages. They are read first, so that the others are read together with storages."""
+"""Records behind the storages. They are read first, so that the pickle and the records behind it are read together with
+the storages that follow."""
 _VERSIONS = (b"1", b"2", b"3", b"4", b"5", b"6", b"7", b"8", b"9", b"10")
 """Versions of archives that every release of torch that is known here reads."""
 
