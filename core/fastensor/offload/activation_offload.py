@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -97,11 +97,14 @@ class ActivationOffload:
             raise OffloadError("this ActivationOffload has been closed; make another one")
         if (self.config.include or self.config.exclude) and engine.model is None:
             raise OffloadError("include and exclude name modules of a model: call attach(model) before the first step")
+        if self.config.recompute and engine.model is None:
+            raise OffloadError("recompute needs the blocks of a model: call attach(model) before the first step")
         engine.begin_step()
         hooks = StepHooks(engine)
         self._running.steps = getattr(self._running, "steps", 0) + 1
+        blocks = nullcontext() if engine.model is None else engine.model.running(hooks)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(untraced(hooks.pack), untraced(hooks.unpack)):
+            with torch.autograd.graph.saved_tensors_hooks(untraced(hooks.pack), untraced(hooks.unpack)), blocks:
                 yield
         finally:
             self._running.steps -= 1
@@ -110,7 +113,7 @@ class ActivationOffload:
 
     def attach(self, model: torch.nn.Module) -> None:
         """Name the model that runs in the steps, so that its buffers and what FSDP2 gathers of its parameters are not
-        offloaded, and ``include`` and ``exclude`` of the configuration can name its modules. It may be sharded before
+        offloaded, and ``include``, ``exclude`` and ``recompute`` of the configuration can name its modules. It may be sharded before
         or afterwards. A model that was attached before is detached.
 
         Copies of the model (``copy.deepcopy``, ``pickle``, ``torch.save(model)``, averages of weights) are not
@@ -121,7 +124,7 @@ class ActivationOffload:
             OffloadError: FSDP version 1 or DeepSpeed's ZeRO stage 3 frees and refills the memory of the model's
                 parameters; or a pattern fits a module of TorchScript, which calls no hooks.
         """
-        attached = AttachedModel(model, self.config.include, self.config.exclude)
+        attached = AttachedModel(model, self.config.include, self.config.exclude, self.config.recompute)
         self.detach()
         self._engine.model = attached
 

@@ -23,6 +23,7 @@ from fastensor.offload.codecs import LOSSY, Codec
 Schedule: TypeAlias = Literal["auto", "all"] | int | float
 Tier: TypeAlias = Literal["ssd", "dram"]
 WhenFull: TypeAlias = Literal["keep", "raise"]
+Recompute: TypeAlias = Literal["auto", False] | tuple[str, ...]
 _SIZES = ("min_bytes", "staging_bytes", "prefetch_bytes", "dram_bytes", "ssd_bytes")
 _OPTIONAL_SIZES = ("staging_bytes", "prefetch_bytes", "dram_bytes", "ssd_bytes")
 _LEAST_BUDGET = 128 << 20
@@ -90,6 +91,17 @@ class OffloadConfig:
     Where ``torch.compile`` meets a module that a pattern of ``include`` or ``exclude`` fits, it breaks the graph before
     and after that module: compiled code saves all of its tensors when it ends. With ``fullgraph=True`` torch raises
     instead. Compile modules that no pattern fits, or one by one those that patterns fit."""
+    recompute: Recompute = False
+    """Blocks of the model that may be computed again in the backward pass, where that costs less time than to move what
+    they save. ``"auto"``: modules of one class that a ``ModuleList`` or ``Sequential`` has several of, such as the layers
+    of a transformer. A tuple of patterns of names of modules: these. Needs :meth:`ActivationOffload.attach`.
+
+    The schedule decides for each block, by the measured times of the first passes, whether what it saves stays, leaves,
+    or is computed again, and whether the inputs of such a block stay or leave. Nothing is computed again if everything
+    fits, or with ``"all"``. It is done by torch's non-reentrant checkpoint (``torch.utils.checkpoint``): gradients are
+    the same to the last bit, dropout included, and buffers (statistics of batch norms) change once. What a block does
+    besides happens twice: do not name blocks that count in Python, or append losses to a list. Blocks that change their
+    inputs in place are left alone, and so are blocks inside of what ``torch.compile`` compiles; compile each block."""
     codecs: tuple[Codec, ...] = ()
     """Codecs that make tensors smaller before they go to the SSD, at a cost in time of the host's processors.
 
@@ -137,7 +149,8 @@ class OffloadConfig:
             _check_number("drive_tbw", self.drive_tbw)
         self._read_sizes()
         _check_schedule(self.schedule)
-        for name in ("directories", "include", "exclude", "codecs"):
+        names = ("directories", "include", "exclude", "codecs")
+        for name in names if self.recompute in ("auto", False) else (*names, "recompute"):
             value = getattr(self, name)
             is_one = isinstance(value, str) or not isinstance(value, Collection)
             if is_one or not all(isinstance(one, str | os.PathLike) for one in value):
@@ -248,6 +261,7 @@ class OffloadOptions(TypedDict, total=False):
     ssd_bytes: int | str | None
     include: tuple[str, ...]
     exclude: tuple[str, ...]
+    recompute: Recompute
     codecs: tuple[Codec, ...]
     backend: str
     verify: bool

@@ -208,6 +208,19 @@ class OffloadEngine:
             for reason, nbytes in kept.items():
                 self._counters.kept[reason] += nbytes
 
+    def note_recomputed(self, name: str, started: float) -> None:
+        """Count that a block was computed again.
+
+        Args:
+            name: of the block.
+            started: ``time.perf_counter()`` when that began; it ends now.
+        """
+        with self._lock:
+            self._counters.counts["recomputed"] += 1
+            self._counters.seconds["recompute"] += time.perf_counter() - started
+        if self.trace is not None:
+            self.trace.complete("recompute", started, block=name)
+
     def begin_unexamined(self) -> UnexaminedPass | None:
         """See :meth:`fastensor.offload.planner.Planner.begin_unexamined`."""
         swapper = self._swapper
@@ -256,6 +269,7 @@ class OffloadEngine:
             wait_to_write_seconds=seconds.get("wait_to_write", 0.0),
             wait_to_read_seconds=seconds.get("wait_to_read", 0.0),
             hook_seconds=seconds.get("hook", 0.0),
+            recompute_seconds=seconds.get("recompute", 0.0),
             reserved_ssd_bytes=usage.get("reserved_on_ssd", 0),
             written_by=dict(counters.written_by),
             encoded={name: EncodedBytes(nbytes, encoded_to[name]) for name, nbytes in encoded.items()},
@@ -266,7 +280,7 @@ class OffloadEngine:
                 "steps", "packed", "shared_bytes", "peak_saved_bytes", "peak_memory_bytes", "offloaded",
                 "offloaded_bytes", "written_bytes", "read_bytes", "taken_back_bytes",
                 "failed_writes", "prefetch_hits", "prefetch_late", "misses", "peak_pending_bytes",
-                "peak_loaded_bytes", "peak_dram_bytes", "peak_ssd_bytes",
+                "peak_loaded_bytes", "peak_dram_bytes", "peak_ssd_bytes", "recomputed",
             )},
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from itertools import islice, takewhile
 
 import torch
 
-from fastensor.offload.planner import PassRecord, SavedTensor
+from fastensor.offload.planner import BlockRecord, PassRecord, SavedTensor
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.swapper import Swapper
 
@@ -22,6 +22,8 @@ _LOOK_AGAIN_AFTER = 4
 read at the last look. So reader threads are woken for several ranges at once, and most tensors cost less."""
 _MOST_FORMS = 16
 """Forms of forward passes whose order is remembered: the latest."""
+_INPUTS, _ALL = 0, 1
+"""What a block saves."""
 _SLACK = 8
 """Places by which a node of the graph may come later than in the last backward pass, and is still expected."""
 
@@ -141,6 +143,12 @@ class ForwardPass:
         self._saved: list[int] = []
         """Positions, in the order in which nodes have saved them."""
         self.record = record
+        self._scope = record.form
+        """A hash of what was saved so far in the block that runs, or outside of blocks."""
+        self._outside = 0
+        """The same, outside of the block that runs."""
+        self._block: int | None = None
+        """The block that runs."""
         self._schedule: PrefetchSchedule | None = None
         self._expected_takes = 0
         """Ranges that may be needed before the schedule is looked at again, if they come as expected."""
@@ -150,10 +158,42 @@ class ForwardPass:
         return len(self._ranges)
 
     def mark(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> int:
-        """A number for the tensor that is saved now: the same one in each forward pass that has saved the same so
-        far."""
-        self.record.form = hash((self.record.form, nbytes, dtype, device))
-        return self.record.form
+        """A number for the tensor that is saved now: the same one in each forward pass that has saved the same so far in
+        the block, or outside of blocks. So it is the same if other blocks save their inputs only."""
+        self._scope = hash((self._scope, nbytes, dtype, device))
+        self.record.form = hash((self.record.form, self._scope))
+        return self._scope
+
+    def begin_block(self, name: str, clock: float, inputs: Sequence[tuple[int, torch.dtype, torch.device]]) -> int:
+        """Note that a block of the model begins.
+
+        Args:
+            name: of the block.
+            clock: the time.
+            inputs: bytes, dtypes and devices of what would be saved of its inputs.
+
+        Returns:
+            Its number in the pass.
+        """
+        record, number = self.record, len(self.record.blocks)
+        if not number:
+            record.opening = hash((self._scope, *inputs))
+        self._outside, self._block = self._scope, number
+        self._scope = hash((number, _INPUTS, record.opening))
+        marks = [(self.mark(*one), one[0]) for one in inputs]
+        record.blocks.append(BlockRecord(name, clock, inputs=marks))
+        return number
+
+    def run_block(self, number: int, *, saves_inputs: bool) -> None:
+        """Note whether a block that has begun saves its inputs, or what it saves itself."""
+        self._scope = hash((number, _INPUTS if saves_inputs else _ALL, self.record.opening))
+
+    def end_block(self, clock: float) -> None:
+        """Note that the block ends."""
+        if self._block is not None:
+            block = self.record.blocks[self._block]
+            block.seconds = clock - block.begun_at
+            self._scope, self._block = self._outside, None
 
     def note_needed(self, position: int, clock: float, saved: SavedBytes | None = None) -> None:
         """Note when a tensor is needed first, and whether its range was written until then."""
@@ -170,6 +210,7 @@ class ForwardPass:
             saved: its range; None if it stays in memory, so that positions are the same in each pass.
             tensor: what planners want to know of it.
         """
+        tensor.block = self._block
         with self._lock:
             self.record.tensors.append(tensor)
             self._saved.append(len(self._ranges))

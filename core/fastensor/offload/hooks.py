@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,13 +13,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastensor.backends.streams import event_now, used_on_current
+from fastensor.offload.blocks import Block
 from fastensor.offload.codecs import LOSSY, sampled_ratio
 from fastensor.offload.copying import page_offset_of
 from fastensor.offload.engine import NOTHING, OffloadEngine
 from fastensor.offload.forward import ForwardPass
 from fastensor.offload.limits import KeptBytes
 from fastensor.offload.modules import PersistentStorages
-from fastensor.offload.planner import SavedTensor, UnexaminedPass
+from fastensor.offload.planner import BlockRecord, SavedTensor, UnexaminedPass
 from fastensor.offload.saved import SavedBytes
 from fastensor.offload.swapper import Swapper
 from fastensor.offload.tensors import (
@@ -150,6 +151,10 @@ class StepHooks:
         """Ranges that were saved, and may be saved again while a graph holds them."""
         self._remembered = 0
         """Ranges that were known when the latest record began, and that it has saved since."""
+        self._is_in_block = False
+        """True in a block of the model, blocks that this one calls included."""
+        self._inputs: list[tuple[BlockRecord, weakref.ref[torch.Tensor], int]] = []
+        """Inputs of the blocks of the pass, with their versions, as long as nothing is computed again."""
         self._is_lossy = not LOSSY.keys().isdisjoint(engine.config.codecs)
 
     def pack(self, tensor: torch.Tensor) -> PackedTensor:
@@ -209,9 +214,73 @@ class StepHooks:
         """Record what is saved next as a pass of its own."""
         self._forward, self._saved_nbytes, self._remembered = None, 0, len(self._known)
 
+    def run_block(self, block: Block, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """What a block of the model returns. By plan it saves its inputs only, and is computed again."""
+        if self._is_in_block or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return block.forward(*args, **options)
+        self._is_in_block = True
+        try:
+            inputs = [one for one in (*args, *options.values()) if isinstance(one, torch.Tensor)]
+            forward, number = self._begin_block(block.name, inputs)
+            if forward is None:
+                return block.forward(*args, **options)
+            try:
+                return self._run_block(block, args, options, forward, number, inputs)
+            finally:
+                forward.end_block(time.perf_counter() - self._seconds_in_hooks)
+        finally:
+            self._is_in_block = False
+
+    def _begin_block(self, name: str, inputs: Sequence[torch.Tensor]) -> tuple[ForwardPass | None, int]:
+        """The forward pass, and the number of the block that begins in it; None if the pass is not examined."""
+        started = time.perf_counter()
+        if self._is_over:
+            self._begin_pass()
+        if self._unexamined is not None or self._is_rest or not inputs:
+            return None, 0
+        spans = [
+            (span, one)
+            for one in inputs
+            if not (found := self._why_kept(one, nbytes_of(one)))[0] and (span := found[1])
+        ]
+        self._note_changed_inputs()
+        forward = self._current_forward(self._engine.swapper(inputs[0].device))
+        clock = started - self._seconds_in_hooks
+        number = forward.begin_block(name, clock, [(len(span), one.dtype, one.device) for span, one in spans])
+        if not number:
+            self._engine.planner.choose_blocks(forward.record)
+        self._note_time(started)
+        return forward, number
+
+    def _run_block(
+        self,
+        block: Block,
+        args: tuple[Any, ...],
+        options: Mapping[str, Any],
+        forward: ForwardPass,
+        number: int,
+        inputs: Sequence[torch.Tensor],
+    ) -> Any:
+        saves_inputs = number in forward.record.recomputed
+        forward.run_block(number, saves_inputs=saves_inputs)
+        if saves_inputs:
+            return block.run_for_inputs(args, options, self._engine.note_recomputed)
+        record = forward.record.blocks[number]
+        self._inputs += [(record, weakref.ref(one), one._version) for one in inputs if not one.is_inference()]
+        return block.run(args, options)
+
+    def _note_changed_inputs(self) -> None:
+        """Note which blocks cannot be computed again, because inputs were changed since they began."""
+        for block, reference, version in self._inputs:
+            if (one := reference()) is not None and one._version != version:
+                block.is_pure = False
+
     def unpack(self, packed: PackedTensor) -> torch.Tensor:
         """The tensor that autograd needs again."""
-        self._is_over = True
+        if not self._is_over:
+            self._is_over = True
+            self._note_changed_inputs()
+            self._inputs.clear()
         self._note_pass("backward")
         held, forward = packed.held, packed.forward
         if forward is None:

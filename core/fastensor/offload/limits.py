@@ -65,12 +65,14 @@ class MemoryLimits:
         self._largest: Counter[torch.device] = Counter()
         """The bytes of the largest saved tensor of the latest passes."""
         self._looked_at = 0.0
+        self.transient_nbytes = 0
+        """Bytes that a block takes, beside those that stay, while it is computed again."""
         self.peak_bytes = 0
         """The most bytes that stayed at a time."""
 
     def keep(self, device: torch.device, nbytes: int) -> KeptBytes | None:
         """The handle of bytes that stay on a device; None if there is no room for them."""
-        room = self.limit(device) - self._kept[device]
+        room = self.limit(device) - self._kept[device] - self.transient_nbytes
         if nbytes > room:
             return None
         self._kept[device] += nbytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fastensor.errors import OffloadError
+from fastensor.offload.blocks import Block, RunsBlocks, find_blocks
+from fastensor.offload.config import Recompute
 
 
 def decision(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool | None:
@@ -121,11 +123,12 @@ class _Hook(UncopiedHook):
 
 
 class _Running(threading.local):
-    """The modules that run in this thread, outermost first, and whether their tensors are offloaded. An attribute that
-    is there from the start is what Dynamo of every torch can trace."""
+    """The modules that run in this thread, outermost first, and whether their tensors are offloaded; and the step that
+    runs blocks. An attribute that is there from the start is what Dynamo of every torch can trace."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[nn.Module, bool]] = []
+        self.step: RunsBlocks | None = None
 
 
 class AttachedModel:
@@ -136,6 +139,7 @@ class AttachedModel:
         model: the model. Its parameters and buffers are looked up at each step, because they may be replaced.
         include: patterns of names of modules.
         exclude: patterns of names of modules.
+        recompute: which blocks may be computed again: ``"auto"``, patterns of names of modules, or False.
 
     Raises:
         ValueError: a pattern fits no module.
@@ -143,14 +147,17 @@ class AttachedModel:
             or a pattern fits a module of TorchScript, which calls no hooks.
     """
 
-    def __init__(self, model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> None:
+    def __init__(
+        self, model: nn.Module, include: Sequence[str], exclude: Sequence[str], recompute: Recompute = False
+    ) -> None:
         _refuse(model)
         self.model = model
         self._default = not include
         self._running = _Running()
         self._handles: list[RemovableHandle] = []
         modules = dict(model.named_modules())
-        for pattern in (*include, *exclude):
+        patterns = recompute if isinstance(recompute, tuple) else ()
+        for pattern in (*include, *exclude, *patterns):
             if not any(fnmatchcase(name, pattern) for name in modules):
                 kind, some = type(model).__name__, list(modules)[:20]
                 raise ValueError(f"no module of {kind} is called {pattern!r}; there are {some}")
@@ -161,6 +168,22 @@ class AttachedModel:
             enter = _Hook(partial(self._enter, decisions[name] is True))
             self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
             self._handles.append(module.register_forward_hook(_Hook(self._leave), always_call=True))
+        blocks = find_blocks(model, patterns) if recompute else {}
+        _refuse_scripted(blocks)
+        self.blocks = [Block(name, module, self._current_step) for name, module in blocks.items()]
+        """Those that may be computed again."""
+
+    @contextmanager
+    def running(self, step: RunsBlocks) -> Iterator[None]:
+        """Have a step run the model's blocks, in this thread."""
+        before, self._running.step = self._running.step, step
+        try:
+            yield
+        finally:
+            self._running.step = before
+
+    def _current_step(self) -> RunsBlocks | None:
+        return self._running.step
 
     @property
     def wants(self) -> bool:
@@ -177,6 +200,8 @@ class AttachedModel:
         """Take the hooks out. Calling it again does nothing."""
         while self._handles:
             self._handles.pop().remove()
+        while self.blocks:
+            self.blocks.pop().undo()
 
     def _enter(self, wanted: bool, module: nn.Module, arguments: Any) -> None:
         self._running.stack.append((module, wanted))
@@ -194,7 +219,7 @@ def _refuse_scripted(modules: Mapping[str, nn.Module]) -> None:
     for name, module in modules.items():
         if isinstance(module, torch.jit.ScriptModule):
             raise OffloadError(
-                f"include or exclude fits {name!r}, a module of TorchScript, which does not say when its modules run. "
+                f"include, exclude or recompute fits {name!r}, a module of TorchScript, which does not say when its modules run. "
                 "Let the pattern fit a module of Python around it"
             )
 

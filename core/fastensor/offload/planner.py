@@ -17,8 +17,10 @@ import torch
 
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.limits import KeptBytes, MemoryLimits
+from fastensor.offload.recomputing import kept_nbytes, plan_with_blocks, transient_nbytes
 from fastensor.offload.scheduler import (
     OffloadPlan,
+    ProfiledBlock,
     ProfiledTensor,
     StepProfile,
     TransferRates,
@@ -30,6 +32,8 @@ from fastensor.offload.scheduler import (
 _HOST = torch.device("cpu")
 _PLANNED_AT = (1, 2, 4)
 """The passes of a form after which it is planned: the first ones are slower than those that follow."""
+_MEASURED = 2
+"""Passes of a form in which nothing is computed again, before blocks are: the second one is measured well."""
 _MOST_FORMS = 16
 """Forms of forward passes that are planned: the latest."""
 UNKNOWN_BANDWIDTH = 1e9
@@ -61,6 +65,26 @@ class SavedTensor:
     ratio: float = 1.0
     """Ratio by which codecs make it smaller."""
     needed_at: float | None = None
+    block: int | None = None
+    """The block that has saved it; None for what is saved outside of blocks."""
+
+
+@dataclass(slots=True)
+class BlockRecord:
+    """Record of a block of the model in a forward pass. Times are those of :class:`PassRecord`."""
+
+    name: str
+    begun_at: float
+    seconds: float | None = None
+    """None until the block has ended."""
+    inputs: list[tuple[int, int]] = field(default_factory=list)
+    """The mark and bytes of each input that would be saved in place of what the block saves."""
+    is_pure: bool = True
+    """False if the block, or what comes after it, changes an input in place."""
+
+    @property
+    def can_be_recomputed(self) -> bool:
+        return self.is_pure and self.seconds is not None
 
 
 @dataclass(slots=True)
@@ -73,6 +97,14 @@ class PassRecord:
     """Bytes of all tensors that autograd has saved, those that are never offloaded included."""
     moved_nbytes: int = 0
     """Bytes that were written, and read again when the backward pass needed them."""
+    blocks: list[BlockRecord] = field(default_factory=list)
+    """The blocks of the model that have run, in order."""
+    opening: int = 0
+    """A hash of what was saved before the first block, and of its inputs; 0 if no block has begun."""
+    recomputed: frozenset[int] = frozenset()
+    """Blocks that save their inputs only. The pass is of the form that was planned so, though it saves less."""
+    source: int | None = None
+    """That form; None if nothing is computed again, or another form's plan is tried."""
 
     def nothing(self, clock: float) -> SavedTensor:
         """Stands for a tensor whose bytes are not its own: they were saved before, or others keep them in memory."""
@@ -96,6 +128,20 @@ class PassRecord:
             ),
             max(backward - begun, 0.0),
             max(needed) - backward,
+            self._profiled_blocks(begun),
+        )
+
+    def _profiled_blocks(self, begun: float) -> tuple[ProfiledBlock, ...]:
+        """The blocks that can be computed again. A block that cannot saves nothing, as far as this is known."""
+        tensors: list[set[int]] = [set() for _ in self.blocks]
+        for index, one in enumerate(self.tensors):
+            if one.block is not None and self.blocks[one.block].can_be_recomputed:
+                tensors[one.block].add(index)
+        return tuple(
+            ProfiledBlock(
+                frozenset(saved), sum(nbytes for _, nbytes in one.inputs), one.begun_at - begun, one.seconds or 0.0
+            )
+            for one, saved in zip(self.blocks, tensors, strict=True)
         )
 
 
@@ -119,30 +165,53 @@ class PlannedForm:
     """The latest plan for forward passes of one form."""
 
     record: PassRecord
+    measured: StepProfile
+    """The profile of the record."""
     profile: StepProfile
+    """The profile without transfers, which was planned."""
     plan: OffloadPlan
     limits: Mapping[torch.device, int]
     """The most bytes that may stay, by device."""
+    rates: TransferRates
+    """As was planned with."""
     passes: int
     """Number of passes of this form."""
 
     def leaving(self) -> set[int]:
         """Marks of the tensors that leave memory."""
-        return {self.record.tensors[index].mark for index in self.plan.out}
+        tensors, blocks = self.record.tensors, self.record.blocks
+        count = len(tensors)
+        saved = {tensors[index].mark for index in self.plan.out if index < count}
+        return saved | {mark for index in self.plan.out if index >= count for mark, _ in blocks[index - count].inputs}
 
     def kept_nbytes(self) -> Counter[torch.device]:
         """The bytes that stay in the memory of each device."""
+        if self.plan.recomputed:  # so there is one device
+            (device,) = self.limits
+            return Counter(
+                {device: kept_nbytes(self.profile, self.plan.out, self.plan.recomputed) + self.transient_nbytes}
+            )
         kept = Counter[torch.device]()
         for index, one in enumerate(self.record.tensors):
             kept[one.device] += one.nbytes if index not in self.plan.out else 0
         return +kept
+
+    @property
+    def transient_nbytes(self) -> int:
+        """The most bytes that a block takes while it is computed again."""
+        return transient_nbytes(self.profile, self.plan.recomputed)
+
+    @property
+    def keeps_all(self) -> bool:
+        """True if nothing moves, and nothing is computed again."""
+        return not (self.plan.out or self.plan.recomputed)
 
     def is_outdated(self, limits: Mapping[torch.device, int]) -> bool:
         """True if the limits have become so different that another plan is needed, or much better."""
         kept = self.kept_nbytes()
         too_little = any(kept[device] > limit for device, limit in limits.items())
         more = any(limit > _WORTH_PLANNING_AGAIN * self.limits.get(device, 0) for device, limit in limits.items())
-        return too_little or (more and bool(self.plan.out))
+        return too_little or (more and not self.keeps_all)
 
 
 class Planner:
@@ -202,6 +271,20 @@ class Planner:
             self._unexamined = 0 if kept is None else self._unexamined + 1
         return None if kept is None else UnexaminedPass(kept)
 
+    def choose_blocks(self, record: PassRecord) -> None:
+        """Choose the blocks of a pass that save their inputs only. Its first block begins.
+
+        The latest plan for passes that have opened alike says so, after some that were measured. What opens in ever new
+        ways, as batches of changing lengths do, goes by the latest plan of all.
+        """
+        with self._lock:
+            alike = [form for form in self._forms.values() if form.record.opening == record.opening]
+            if alike and alike[-1].passes >= _MEASURED:
+                record.recomputed = alike[-1].plan.recomputed
+                record.source = alike[-1].record.form if record.recomputed else None
+            elif not alike and len(self._forms) == _MOST_FORMS:
+                record.recomputed = next(reversed(self._forms.values())).plan.recomputed
+
     def plan_ended(self) -> None:
         """Plan the passes that have ended."""
         with self._lock:
@@ -249,7 +332,11 @@ class Planner:
         """The handle of all that a pass that is not examined may save: what those before have saved at most, parameters
         and all, so that whatever it saves has room. None if the pass is to be examined."""
         forms = [form for form in self._forms.values() if form.passes >= _PLANNED_AT[-1]]
-        if not forms or forms[-1] is not next(reversed(self._forms.values())) or any(form.plan.out for form in forms):
+        if (
+            not forms
+            or forms[-1] is not next(reversed(self._forms.values()))
+            or not all(form.keeps_all for form in forms)
+        ):
             return None
         devices = {device for form in forms for device in form.kept_nbytes()}
         if len(devices) != 1:
@@ -260,6 +347,10 @@ class Planner:
     def _note(self, record: PassRecord, profile: StepProfile) -> None:
         """Plan the form of a pass that has ended, if it is new, or its plan is not good any more."""
         self.memory.end_pass((one.device, one.nbytes) for one in record.tensors)
+        if record.recomputed:
+            if record.source not in self._forms:
+                return
+            record, profile = self._forms[record.source].record, self._forms[record.source].measured
         known = self._forms.pop(record.form, None)
         passes = 1 if known is None else known.passes + 1
         if known is None or passes in _PLANNED_AT or known.is_outdated(self._limits_of(record)):
@@ -267,6 +358,7 @@ class Planner:
             if len(self._forms) > _MOST_FORMS:
                 self._forms.popitem(last=False)
             self._leaving = self._merged()
+            self.memory.transient_nbytes = max(form.transient_nbytes for form in self._forms.values())
         else:
             self._forms[record.form] = dataclasses.replace(known, passes=passes)
 
@@ -283,8 +375,8 @@ class Planner:
         rates = self._rates() or TransferRates(
             UNKNOWN_BANDWIDTH, UNKNOWN_BANDWIDTH, config.staging_nbytes, config.prefetch_nbytes
         )
-        profile = undisturbed(profile, record.moved_nbytes, rates)
-        return PlannedForm(record, profile, _plan(record, profile, limits, rates), limits, passes)
+        alone = undisturbed(profile, record.moved_nbytes, rates)
+        return PlannedForm(record, profile, alone, _plan(record, alone, limits, rates), limits, rates, passes)
 
     def _limits_of(self, record: PassRecord) -> dict[torch.device, int]:
         return {
@@ -304,7 +396,10 @@ class Planner:
 def _plan(
     record: PassRecord, profile: StepProfile, limits: Mapping[torch.device, int], rates: TransferRates
 ) -> OffloadPlan:
-    """The plan of a pass. Each device has a limit, and the disk is the same."""
+    """The plan of a pass. Each device has a limit, and the disk is the same. Blocks of a pass on several devices are not
+    computed again."""
+    if len(limits) == 1:
+        return plan_with_blocks(profile, *limits.values(), rates)
     out: set[int] = set()
     for device, limit in limits.items():
         there = [index for index, one in enumerate(record.tensors) if one.device == device]

@@ -40,13 +40,29 @@ class ProfiledTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class ProfiledBlock:
+    """A part of the model that saves tensors, which can be computed again from its inputs."""
+
+    tensors: frozenset[int]
+    """Indices of what it saves."""
+    inputs_nbytes: int
+    """Bytes of its inputs, which are saved instead if the block is computed again."""
+    begun_at: float
+    """Seconds from the start of the forward pass until the block began."""
+    seconds: float
+    """The time of its forward pass."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepProfile:
-    """One forward pass and its backward pass, without the time that hooks took."""
+    """One forward pass and its backward pass, without the time that hooks took. Nothing is computed again in it."""
 
     tensors: tuple[ProfiledTensor, ...]
     """In the order in which they were saved."""
     forward_seconds: float
     backward_seconds: float
+    blocks: tuple[ProfiledBlock, ...] = ()
+    """What may be computed again, in the order of the forward pass. Blocks do not overlap."""
 
     @property
     def nbytes(self) -> int:
@@ -89,9 +105,12 @@ class Prediction:
     slowdown_seconds: float
     """Time by which transfers slow computing down, and time that hooks take without waiting."""
     peak_bytes: int
-    """The most bytes of saved tensors that are in memory at a time in the forward pass."""
+    """The most bytes of saved tensors that are in memory at a time in the forward pass, or while the backward pass
+    computes a block again."""
     moved_bytes: int
     """Bytes that are written, and later read."""
+    recompute_seconds: float = 0.0
+    """Time that the backward pass takes to compute blocks again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +118,11 @@ class OffloadPlan:
     """The tensors that leave memory."""
 
     out: frozenset[int]
-    """Indices of these tensors in the profile."""
+    """Indices of these tensors in the profile. The inputs of a block that is computed again have the index of the block
+    behind those of all tensors."""
     prediction: Prediction
+    recomputed: frozenset[int] = frozenset()
+    """Indices of the blocks that are computed again, whose tensors neither stay nor leave."""
 
 
 def predict(profile: StepProfile, out: Set[int], rates: TransferRates) -> Prediction:
@@ -203,7 +225,13 @@ def undisturbed(profile: StepProfile, moved_bytes: float, rates: TransferRates) 
         dataclasses.replace(one, saved_at=one.saved_at * forward, needed_at=one.needed_at * backward)
         for one in profile.tensors
     )
-    return StepProfile(tuple(tensors), profile.forward_seconds * forward, profile.backward_seconds * backward)
+    blocks = (
+        dataclasses.replace(one, begun_at=one.begun_at * forward, seconds=one.seconds * forward)
+        for one in profile.blocks
+    )
+    return StepProfile(
+        tuple(tensors), profile.forward_seconds * forward, profile.backward_seconds * backward, tuple(blocks)
+    )
 
 
 def linear(profile: StepProfile, limit: int, least_bytes: float = 0) -> frozenset[int]:
@@ -266,7 +294,8 @@ def _write_seconds(profile: StepProfile, out: Set[int], rates: TransferRates) ->
 
 
 def plan(profile: StepProfile, limit: int, rates: TransferRates) -> OffloadPlan:
-    """The selection with the least predicted time, of those that leave at most ``limit`` bytes in memory.
+    """The selection with the least predicted time, of those that leave at most ``limit`` bytes in memory. No block is
+    computed again: see :func:`fastensor.offload.recomputing.plan_with_blocks`.
 
     The best candidate is improved by exchanging tensors, as long as that takes some milliseconds.
 
@@ -275,12 +304,17 @@ def plan(profile: StepProfile, limit: int, rates: TransferRates) -> OffloadPlan:
         limit: the most bytes of saved tensors that may stay.
         rates: how fast tensors move.
     """
+    return improved(profile, limit, rates, first_plan(profile, limit, rates))
 
-    def plan_of(out: frozenset[int]) -> OffloadPlan:
-        return OffloadPlan(out, predict(profile, out, rates))
 
+def first_plan(profile: StepProfile, limit: int, rates: TransferRates) -> OffloadPlan:
+    """The best of the candidates that fit."""
     fitting = (out for out in _candidates(profile, limit, rates) if profile.kept_bytes(out) <= limit)
-    best = min(map(plan_of, fitting), key=_badness)
+    return min((OffloadPlan(out, predict(profile, out, rates)) for out in fitting), key=badness)
+
+
+def improved(profile: StepProfile, limit: int, rates: TransferRates, best: OffloadPlan) -> OffloadPlan:
+    """A plan after exchanges of tensors that make it better."""
     exchanges = _MOST_LOOKED_AT // max(len(profile.tensors), 1)
     is_better = True
     while is_better:
@@ -290,13 +324,16 @@ def plan(profile: StepProfile, limit: int, rates: TransferRates) -> OffloadPlan:
                 return best
             exchanges -= 1
             out = best.out ^ exchanged
-            if profile.kept_bytes(out) <= limit and _badness(other := plan_of(out)) < _badness(best):
+            if profile.kept_bytes(out) > limit:
+                continue
+            if badness(other := OffloadPlan(out, predict(profile, out, rates))) < badness(best):
                 best, is_better = other, True
                 break
     return best
 
 
-def _badness(one: OffloadPlan) -> tuple[float, int]:
+def badness(one: OffloadPlan) -> tuple[float, int]:
+    """What a plan has least, if it is the best: time, and bytes that move."""
     return one.prediction.step_seconds, one.prediction.moved_bytes
 
 

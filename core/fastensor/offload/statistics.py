@@ -18,6 +18,7 @@ from fastensor.files.shown import record_repr
 from fastensor.files.words import counted, human_seconds, human_size
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.planner import UNKNOWN_BANDWIDTH, PlannedForm
+from fastensor.offload.recomputing import block_nbytes, plan_with_blocks, scaled, ways
 from fastensor.offload.scheduler import Prediction
 
 _TERABYTE = 10**12
@@ -179,6 +180,10 @@ class OffloadStatistics:
     """Time that backward passes have waited for the SSD."""
     hook_seconds: float
     """Time that training threads have spent in the hooks, waiting included."""
+    recomputed: int
+    """Blocks of the model that backward passes have computed again."""
+    recompute_seconds: float
+    """Time that this has taken, of the threads of backward passes."""
     peak_saved_bytes: int
     """The most bytes of saved tensors that graphs held at a time, wherever they were: what would have been in memory
     without offloading. Counts what could be offloaded: tensors of at least ``min_bytes``, no parameters. A pass that
@@ -210,7 +215,7 @@ class OffloadStatistics:
     @property
     def everything_fits(self) -> bool:
         """True if nothing was offloaded because nothing had to be: the schedule has room for all that was saved."""
-        return not self.offloaded and self.kept.get("fits", 0) > 0
+        return not (self.offloaded or self.recomputed) and self.kept.get("fits", 0) > 0
 
     def summary(self) -> str:
         """Gains and costs of the offload, in a line."""
@@ -218,7 +223,11 @@ class OffloadStatistics:
         gained += human_size(self.peak_saved_bytes)
         cost = human_seconds(self.hook_seconds / max(self.steps, 1))
         lasts = f"; at this pace the drives last {self.drive_days:.0f} days" if math.isfinite(self.drive_days) else ""
-        return f"{gained}, at {cost} a step; {human_size(self.written_bytes)} written{lasts}"
+        again = ""
+        if self.recomputed:
+            a_step = human_seconds(self.recompute_seconds / max(self.steps, 1))
+            again = f"; {counted(self.recomputed, 'blocks')} computed again, at {a_step} a step"
+        return f"{gained}, at {cost} a step; {human_size(self.written_bytes)} written{again}{lasts}"
 
     def metrics_since(self, before: OffloadStatistics) -> dict[str, float]:
         """Counts since an earlier moment, for loggers and trackers: ``written_bytes``, ``read_bytes``,
@@ -242,7 +251,7 @@ class OffloadStatistics:
         Args:
             config: that of the offload.
         """
-        if self.offloaded:
+        if self.offloaded or self.recomputed:
             return self.summary() + self._why_little(config)
         if self.everything_fits:
             fits = f"at most {human_size(self.peak_saved_bytes)} of saved tensors at a time, which fit into memory"
@@ -314,11 +323,29 @@ class PlannedTensor:
     """Seconds from the time when the tensor is saved until it is needed; infinity if it never is."""
     leaves: bool
     """True if the tensor leaves memory."""
+    is_recomputed: bool = False
+    """True if the tensor neither stays nor leaves, but is computed again."""
 
     def __str__(self) -> str:
         dtype, made_by = str(self.dtype).removeprefix("torch."), self.made_by or "input"
-        where = "leaves" if self.leaves else "stays"
+        where = "leaves" if self.leaves else "is computed again" if self.is_recomputed else "stays"
         return f"{self.number}: {dtype} {self.shape} of {made_by}, {human_size(self.nbytes)}, {where}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBlock:
+    """A block of the model that could be computed again."""
+
+    name: str
+    nbytes: int
+    """Bytes that the block saves."""
+    inputs_nbytes: int
+    """Bytes that it saves in their place if it is computed again."""
+    seconds: float
+    """Time of its forward pass."""
+    is_recomputed: bool
+    inputs_leave: bool
+    """True if it is computed again, and its inputs leave memory meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,18 +359,31 @@ class PlanReport:
     backward_seconds: float
     """Measured seconds of the step without offloading: without the time in hooks."""
     prediction: Prediction
+    blocks: tuple[PlannedBlock, ...] = ()
+    """The blocks that could be computed again (:attr:`OffloadConfig.recompute`)."""
+    ways: Mapping[str, Prediction] = field(default_factory=dict)
+    """Predictions of steps that would keep, move or recompute all, whatever may stay."""
+    twice: Prediction | None = None
+    """Prediction of a step with twice the batch, planned with the same limit; None if that is not known."""
 
     __repr__ = record_repr
 
     @property
     def kept_bytes(self) -> int:
         """Bytes that stay in memory."""
-        return sum(one.nbytes for one in self.tensors if not one.leaves)
+        inputs = sum(one.inputs_nbytes for one in self.blocks if one.is_recomputed and not one.inputs_leave)
+        return inputs + sum(one.nbytes for one in self.tensors if not (one.leaves or one.is_recomputed))
 
     @property
     def offloaded_bytes(self) -> int:
         """Bytes that leave memory."""
-        return sum(one.nbytes for one in self.tensors if one.leaves)
+        inputs = sum(one.inputs_nbytes for one in self.blocks if one.inputs_leave)
+        return inputs + sum(one.nbytes for one in self.tensors if one.leaves)
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """Bytes that are computed again."""
+        return sum(one.nbytes for one in self.tensors if one.is_recomputed)
 
     @property
     def slowdown(self) -> float:
@@ -354,7 +394,7 @@ class PlanReport:
     def __str__(self) -> str:
         leaving = [one for one in self.tensors if one.leaves]
         lines = [
-            f"{len(self.tensors)} tensors of {human_size(self.kept_bytes + self.offloaded_bytes)} are saved in a "
+            f"{len(self.tensors)} tensors of {human_size(sum(one.nbytes for one in self.tensors))} are saved in a "
             f"forward pass of {human_seconds(self.forward_seconds)}, and needed in a backward pass of "
             f"{human_seconds(self.backward_seconds)}",
             self._what_stays(),
@@ -367,11 +407,35 @@ class PlanReport:
                 f"{human_seconds(self.prediction.slowdown_seconds)} for hooks and what transfers take of the CPU",
                 *_table(leaving),
             ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._what_is_recomputed(), *self._other_ways()])
+
+    def _what_is_recomputed(self) -> Iterator[str]:
+        """What happens to blocks, if there are any."""
+        if not self.blocks:
+            return
+        again = [one for one in self.blocks if one.is_recomputed]
+        names = f"{self.blocks[0].name} to {self.blocks[-1].name}"
+        found = f"{counted(len(self.blocks), 'blocks')} ({names}) can be computed again: {len(again) or 'none'} of them"
+        if again:
+            leave = sum(one.inputs_leave for one in again)
+            found += (
+                f", for {human_size(self.recomputed_bytes)}, which takes {human_seconds(self.prediction.recompute_seconds)}; "
+                f"the inputs of {leave or 'none'} leave memory"
+            )
+        yield found
+
+    def _other_ways(self) -> Iterator[str]:
+        """What each way costs, and a larger batch, unless all stays."""
+        if not (self.offloaded_bytes or self.recomputed_bytes):
+            return
+        for name, one in {**self.ways, "this plan": self.prediction}.items():
+            yield f"{name}: {human_seconds(one.step_seconds)} a step, at most {human_size(one.peak_bytes)} in memory"
+        if self.twice is not None:
+            yield f"twice the batch, planned alike: {human_seconds(self.twice.step_seconds)} a step"
 
     def _what_stays(self) -> str:
         kept, limit = human_size(self.kept_bytes), human_size(self.limit_bytes)
-        if not self.offloaded_bytes:
+        if not (self.offloaded_bytes or self.recomputed_bytes):
             return f"{kept} stay: all fit into the {limit} that may stay"
         if not self.kept_bytes:
             return f"Nothing stays: {limit} may stay"
@@ -410,6 +474,7 @@ class OffloadEstimate:
 def report_of(form: PlannedForm) -> PlanReport:
     """The report of a plan."""
     profile = form.profile
+    again = frozenset[int]().union(*(profile.blocks[block].tensors for block in form.plan.recomputed))
     tensors = tuple(
         PlannedTensor(
             number,
@@ -421,6 +486,7 @@ def report_of(form: PlannedForm) -> PlanReport:
             measured.saved_at,
             profile.forward_seconds - measured.saved_at + measured.needed_at,
             number in form.plan.out,
+            number in again,
         )
         for number, (noted, measured) in enumerate(zip(form.record.tensors, profile.tensors, strict=True))
         if noted.nbytes
@@ -431,7 +497,27 @@ def report_of(form: PlannedForm) -> PlanReport:
         profile.forward_seconds,
         profile.backward_seconds,
         form.plan.prediction,
+        tuple(
+            PlannedBlock(
+                noted.name,
+                block_nbytes(profile, number),
+                measured.inputs_nbytes,
+                measured.seconds,
+                number in form.plan.recomputed,
+                number in form.plan.recomputed and len(profile.tensors) + number in form.plan.out,
+            )
+            for number, (noted, measured) in enumerate(zip(form.record.blocks, profile.blocks, strict=True))
+        ),
+        ways(profile, form.rates),
+        _twice(form),
     )
+
+
+def _twice(form: PlannedForm) -> Prediction | None:
+    """Prediction of a step with twice the batch; None if tensors are on several devices."""
+    if len(form.limits) != 1:
+        return None
+    return plan_with_blocks(scaled(form.profile, 2), *form.limits.values(), form.rates).prediction
 
 
 def estimate_of(plan: PlanReport, write_bandwidth: float, read_bandwidth: float, tbw: float | None) -> OffloadEstimate:

@@ -1,0 +1,256 @@
+"""The third choice beside staying and leaving: blocks of the model whose tensors are computed again in the backward pass.
+
+The FlashNeuron paper's scheduler (section 3.3) chooses among tensors. Here some blocks save their inputs only, and the
+scheduler chooses among what is left; the set of blocks with the least predicted time is the plan. Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Set
+from itertools import accumulate
+
+from fastensor.offload.scheduler import (
+    OffloadPlan,
+    Prediction,
+    ProfiledTensor,
+    StepProfile,
+    TransferRates,
+    badness,
+    first_plan,
+    improved,
+    predict,
+)
+
+_MOST_TRIED = 64
+"""The most sets of blocks that are looked at."""
+_FIRST_TRIED = 8
+"""Of an order of blocks, so many of its beginnings are tried first."""
+
+
+def plan_with_blocks(profile: StepProfile, limit: int, rates: TransferRates) -> OffloadPlan:
+    """The plan with the least predicted time, of those that leave at most ``limit`` bytes in memory. While a block is
+    computed again, its tensors are among these.
+
+    Blocks are tried in the order of the forward pass, and by the memory that a second of computing saves; then single
+    blocks change sides, as long as that takes a fraction of a second.
+
+    Args:
+        profile: the step, in which nothing is computed again.
+        limit: the most bytes of saved tensors that may stay.
+        rates: how fast tensors move.
+    """
+    tried = _Tried(profile, limit, rates)
+    best = tried.plan(frozenset())
+    if best.out:
+        for order in _orders(profile):
+            best = min(best, _best_beginning(order, tried.plan), key=badness)
+        best = _exchanged(best, tried.plan, len(profile.blocks))
+    return tried.improved(best)
+
+
+class _Tried:
+    """First plans for sets of blocks, each made once."""
+
+    def __init__(self, profile: StepProfile, limit: int, rates: TransferRates) -> None:
+        self._profile, self._limit, self._rates = profile, limit, rates
+        self._known: dict[frozenset[int], OffloadPlan] = {}
+
+    def plan(self, blocks: frozenset[int]) -> OffloadPlan:
+        """The first plan with these blocks; one that takes for ever if they do not fit, or enough were tried."""
+        if blocks not in self._known:
+            self._known[blocks] = self._new_plan(blocks)
+        return self._known[blocks]
+
+    def _new_plan(self, blocks: frozenset[int]) -> OffloadPlan:
+        room = self._limit - transient_nbytes(self._profile, blocks)
+        if blocks and (room < 0 or len(self._known) > _MOST_TRIED):
+            return _NEVER
+        rest, numbers = without_blocks(self._profile, blocks)
+        return self._of_profile(first_plan(rest, room, self._rates), numbers, blocks)
+
+    def improved(self, found: OffloadPlan) -> OffloadPlan:
+        """The plan after exchanges of tensors."""
+        rest, numbers = without_blocks(self._profile, found.recomputed)
+        room = self._limit - transient_nbytes(self._profile, found.recomputed)
+        out = frozenset(index for index, number in enumerate(numbers) if number in found.out)
+        best = improved(rest, room, self._rates, OffloadPlan(out, predict(rest, out, self._rates)))
+        return self._of_profile(best, numbers, found.recomputed)
+
+    def _of_profile(self, found: OffloadPlan, numbers: list[int], blocks: frozenset[int]) -> OffloadPlan:
+        """A plan of what is left without blocks, as one of the whole profile."""
+        out = frozenset(numbers[index] for index in found.out)
+        return OffloadPlan(out, _with_blocks(self._profile, out, blocks, found.prediction), blocks)
+
+
+_NEVER = OffloadPlan(frozenset(), Prediction(math.inf, 0.0, 0.0, 0.0, 0, 0))
+
+
+def without_blocks(profile: StepProfile, blocks: Set[int]) -> tuple[StepProfile, list[int]]:
+    """The profile of a step in which blocks are computed again: of their tensors there are only the inputs, and the
+    backward pass is longer.
+
+    Returns:
+        The profile, without blocks; and the indices of its tensors in the plan of the whole profile
+        (:attr:`OffloadPlan.out`).
+    """
+    gone = frozenset[int]().union(*(profile.blocks[block].tensors for block in blocks))
+    needed = {block: first_needed(profile, block) for block in blocks}
+    later = _Later({needed[block]: profile.blocks[block].seconds for block in sorted(blocks)})
+    found = [
+        (one.saved_at, index, dataclasses.replace(one, needed_at=later.of(one.needed_at)))
+        for index, one in enumerate(profile.tensors)
+        if index not in gone
+    ]
+    count = len(profile.tensors)
+    for block in blocks:
+        one = profile.blocks[block]
+        inputs = ProfiledTensor(one.inputs_nbytes, one.begun_at, later.of(needed[block]))
+        found.append((one.begun_at, count + block, inputs))
+    found.sort(key=lambda one: one[:2])
+    rest = StepProfile(
+        tuple(tensor for *_, tensor in found),
+        profile.forward_seconds,
+        profile.backward_seconds + later.seconds,
+    )
+    return rest, [index for _, index, _ in found]
+
+
+class _Later:
+    """Moments of a backward pass that takes longer because blocks are computed again in it.
+
+    Args:
+        seconds: by moment of the shorter backward pass, how long it stands still for that; infinity does not count.
+
+    >>> later = _Later({1.0: 0.5, 3.0: 0.25, math.inf: 1.0})
+    >>> later.of(1.0), later.of(2.0), later.of(4.0), later.of(math.inf), later.seconds
+    (1.0, 2.5, 4.75, inf, 0.75)
+    """
+
+    def __init__(self, seconds: dict[float, float]) -> None:
+        self._moments = sorted(moment for moment in seconds if not math.isinf(moment))
+        self._seconds = list(accumulate((seconds[moment] for moment in self._moments), initial=0.0))
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds[-1]
+
+    def of(self, moment: float) -> float:
+        return moment + self._seconds[bisect_left(self._moments, moment)]
+
+
+def first_needed(profile: StepProfile, block: int) -> float:
+    """Seconds from the start of the backward pass until something of a block is needed."""
+    return min((profile.tensors[index].needed_at for index in profile.blocks[block].tensors), default=math.inf)
+
+
+def block_nbytes(profile: StepProfile, block: int) -> int:
+    """Bytes that a block saves."""
+    return sum(profile.tensors[index].nbytes for index in profile.blocks[block].tensors)
+
+
+def transient_nbytes(profile: StepProfile, blocks: Set[int]) -> int:
+    """The most bytes that one of the blocks takes while it is computed again."""
+    return max((block_nbytes(profile, block) for block in blocks), default=0)
+
+
+def predict_with_blocks(profile: StepProfile, out: Set[int], blocks: Set[int], rates: TransferRates) -> Prediction:
+    """Prediction of a step.
+
+    Args:
+        profile: the step without transfers, in which nothing is computed again.
+        out: what leaves memory, by its indices in a plan.
+        blocks: what is computed again.
+        rates: how fast tensors move.
+    """
+    rest, numbers = without_blocks(profile, blocks)
+    leaving = frozenset(index for index, number in enumerate(numbers) if number in out)
+    return _with_blocks(profile, out, blocks, predict(rest, leaving, rates))
+
+
+def ways(profile: StepProfile, rates: TransferRates) -> dict[str, Prediction]:
+    """Predictions of a step that does one thing with all it saves. Blocks are computed again if there are any."""
+    everything = frozenset(range(len(profile.tensors) + len(profile.blocks)))
+    blocks = frozenset(range(len(profile.blocks)))
+    chosen = {"keep": (frozenset[int](), frozenset[int]()), "move": (everything, frozenset[int]())}
+    if blocks:
+        chosen |= {"recompute": (frozenset[int](), blocks), "recompute, move inputs": (everything, blocks)}
+    return {name: predict_with_blocks(profile, out, again, rates) for name, (out, again) in chosen.items()}
+
+
+def scaled(profile: StepProfile, factor: float) -> StepProfile:
+    """The profile of a step with a batch that is so many times as large: times and bytes grow alike."""
+    return StepProfile(
+        tuple(
+            ProfiledTensor(int(one.nbytes * factor), one.saved_at * factor, one.needed_at * factor, one.ratio)
+            for one in profile.tensors
+        ),
+        profile.forward_seconds * factor,
+        profile.backward_seconds * factor,
+        tuple(
+            dataclasses.replace(
+                one,
+                inputs_nbytes=int(one.inputs_nbytes * factor),
+                begun_at=one.begun_at * factor,
+                seconds=one.seconds * factor,
+            )
+            for one in profile.blocks
+        ),
+    )
+
+
+def _with_blocks(profile: StepProfile, out: Set[int], blocks: Set[int], rest: Prediction) -> Prediction:
+    """The prediction of a step whose blocks are computed again, from that of what is left without them."""
+    again = kept_nbytes(profile, out, blocks) + transient_nbytes(profile, blocks)
+    needed = (block for block in blocks if not math.isinf(first_needed(profile, block)))
+    seconds = sum(profile.blocks[block].seconds for block in needed)
+    return dataclasses.replace(rest, peak_bytes=max(rest.peak_bytes, again), recompute_seconds=seconds)
+
+
+def kept_nbytes(profile: StepProfile, out: Set[int], blocks: Set[int]) -> int:
+    """Bytes that stay in memory.
+
+    Args:
+        profile: the step.
+        out: what leaves memory, by its indices in a plan.
+        blocks: what is computed again.
+    """
+    rest, numbers = without_blocks(profile, blocks)
+    return sum(one.nbytes for one, number in zip(rest.tensors, numbers, strict=True) if number not in out)
+
+
+def _orders(profile: StepProfile) -> Iterator[list[int]]:
+    """Orders in which blocks are chosen."""
+    blocks = [block for block in range(len(profile.blocks)) if _gain(profile, block) > 0]
+    yield blocks
+    yield sorted(blocks, key=lambda block: _gain(profile, block), reverse=True)
+
+
+def _gain(profile: StepProfile, block: int) -> float:
+    """Bytes of memory that a second of computing a block again saves."""
+    one = profile.blocks[block]
+    return (block_nbytes(profile, block) - one.inputs_nbytes) / max(one.seconds, 1e-9)
+
+
+def _best_beginning(order: list[int], plan: Callable[[frozenset[int]], OffloadPlan]) -> OffloadPlan:
+    """The best plan with the first few blocks of an order: some numbers of blocks are tried, then those between the
+    best one and its neighbours."""
+
+    def of_first(count: int) -> OffloadPlan:
+        return plan(frozenset(order[:count]))
+
+    step = max(math.ceil(len(order) / _FIRST_TRIED), 1)
+    best = min([*range(0, len(order), step), len(order)], key=lambda count: badness(of_first(count)))
+    while step > 1:
+        step = (step + 1) // 2
+        near = [count for count in (best - step, best, best + step) if 0 <= count <= len(order)]
+        best = min(near, key=lambda count: badness(of_first(count)))
+    return of_first(best)
+
+
+def _exchanged(best: OffloadPlan, plan: Callable[[frozenset[int]], OffloadPlan], blocks: int) -> OffloadPlan:
+    """The plan after single blocks have changed sides, as long as that makes it better."""
+    found = min((plan(best.recomputed ^ {block}) for block in range(blocks)), key=badness, default=best)
+    return best if badness(found) >= badness(best) else _exchanged(found, plan, blocks)
