@@ -113,10 +113,10 @@ class ActivationOffload:
 
     def attach(self, model: torch.nn.Module) -> None:
         """Name the model that runs in the steps, so that its buffers and what FSDP2 gathers of its parameters are not
-        offloaded, and ``include``, ``exclude`` and ``recompute`` of the configuration can name its modules. It may be sharded before
-        or afterwards. A model that was attached before is detached.
+        offloaded, ``include`` and ``exclude`` of the configuration can name its modules, and ``recompute`` finds its
+        blocks. It may be sharded before or afterwards. A model that was attached before is detached.
 
-        Copies of the model (``copy.deepcopy``, ``pickle``, ``torch.save(model)``, averages of weights) are not
+        While it is attached, blocks that ``recompute`` finds have a ``forward`` of their own. Copies of the model (``copy.deepcopy``, ``pickle``, ``torch.save(model)``, averages of weights) are not
         attached, and can be loaded where Fastensor is not installed.
 
         Raises:

@@ -52,8 +52,8 @@ class RunsBlocks(Protocol):
 
 
 class Block:
-    """The ``forward`` of a block of an attached model. A copy of the model has the original one, also where Fastensor is
-    not installed. In compiled code it is the original, too: compiled code saves its tensors when it ends.
+    """The ``forward`` of a block of an attached model. A copy of the model has the original one, also where Fastensor
+    is not installed. In compiled code it is the original, too: compiled code saves its tensors when it ends.
 
     Args:
         name: the block's name in the model.

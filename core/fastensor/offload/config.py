@@ -93,8 +93,8 @@ class OffloadConfig:
     instead. Compile modules that no pattern fits, or one by one those that patterns fit."""
     recompute: Recompute = False
     """Blocks of the model that may be computed again in the backward pass, where that costs less time than to move what
-    they save. ``"auto"``: modules of one class that a ``ModuleList`` or ``Sequential`` has several of, such as the layers
-    of a transformer. A tuple of patterns of names of modules: these. Needs :meth:`ActivationOffload.attach`.
+    they save. ``"auto"``: modules of one class that a ``ModuleList`` or ``Sequential`` has several of, such as the
+    layers of a transformer. A tuple of patterns of names of modules: these. Needs :meth:`ActivationOffload.attach`.
 
     The schedule decides for each block, by the measured times of the first passes, whether what it saves stays, leaves,
     or is computed again, and whether the inputs of such a block stay or leave. Nothing is computed again if everything

@@ -158,8 +158,8 @@ class ForwardPass:
         return len(self._ranges)
 
     def mark(self, nbytes: int, dtype: torch.dtype, device: torch.device) -> int:
-        """A number for the tensor that is saved now: the same one in each forward pass that has saved the same so far in
-        the block, or outside of blocks. So it is the same if other blocks save their inputs only."""
+        """A number for the tensor that is saved now: the same one in each forward pass that has saved the same so far
+        in the block, or outside of blocks. So it is the same if other blocks save their inputs only."""
         self._scope = hash((self._scope, nbytes, dtype, device))
         self.record.form = hash((self.record.form, self._scope))
         return self._scope
