@@ -116,8 +116,9 @@ class ActivationOffload:
         offloaded, ``include`` and ``exclude`` of the configuration can name its modules, and ``recompute`` finds its
         blocks. It may be sharded before or afterwards. A model that was attached before is detached.
 
-        While it is attached, blocks that ``recompute`` finds have a ``forward`` of their own. Copies of the model (``copy.deepcopy``, ``pickle``, ``torch.save(model)``, averages of weights) are not
-        attached, and can be loaded where Fastensor is not installed.
+        While it is attached, the blocks that ``recompute`` finds have a ``forward`` of ours. Copies of the model
+        (``copy.deepcopy``, ``pickle``, ``torch.save(model)``, averages of weights) are not attached, and can be loaded
+        where Fastensor is not installed.
 
         Raises:
             ValueError: a pattern fits no module of the model.

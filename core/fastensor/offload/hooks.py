@@ -238,15 +238,11 @@ class StepHooks:
             self._begin_pass()
         if self._unexamined is not None or self._is_rest or not inputs:
             return None, 0
-        spans = [
-            (span, one)
-            for one in inputs
-            if not (found := self._why_kept(one, nbytes_of(one)))[0] and (span := found[1])
-        ]
+        spans = [(*self._why_kept(one, nbytes_of(one)), one) for one in inputs]
+        saved = [(len(span), one.dtype, one.device) for reason, span, one in spans if not reason]
         self._note_changed_inputs()
         forward = self._current_forward(self._engine.swapper(inputs[0].device))
-        clock = started - self._seconds_in_hooks
-        number = forward.begin_block(name, clock, [(len(span), one.dtype, one.device) for span, one in spans])
+        number = forward.begin_block(name, started - self._seconds_in_hooks, saved)
         if not number:
             self._engine.planner.choose_blocks(forward.record)
         self._note_time(started)

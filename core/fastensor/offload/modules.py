@@ -219,8 +219,8 @@ def _refuse_scripted(modules: Mapping[str, nn.Module]) -> None:
     for name, module in modules.items():
         if isinstance(module, torch.jit.ScriptModule):
             raise OffloadError(
-                f"include, exclude or recompute fits {name!r}, a module of TorchScript, which does not say when its modules run. "
-                "Let the pattern fit a module of Python around it"
+                f"include, exclude or recompute fits {name!r}, a module of TorchScript, which does not say when its "
+                "modules run. Let the pattern fit a module of Python around it"
             )
 
 

@@ -83,6 +83,10 @@ class BlockRecord:
     """False if the block, or what comes after it, changes an input in place."""
 
     @property
+    def inputs_nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.inputs)
+
+    @property
     def can_be_recomputed(self) -> bool:
         return self.is_pure and self.seconds is not None
 
@@ -138,9 +142,7 @@ class PassRecord:
             if one.block is not None and self.blocks[one.block].can_be_recomputed:
                 tensors[one.block].add(index)
         return tuple(
-            ProfiledBlock(
-                frozenset(saved), sum(nbytes for _, nbytes in one.inputs), one.begun_at - begun, one.seconds or 0.0
-            )
+            ProfiledBlock(frozenset(saved), one.inputs_nbytes, one.begun_at - begun, one.seconds or 0.0)
             for one, saved in zip(self.blocks, tensors, strict=True)
         )
 
@@ -396,8 +398,8 @@ class Planner:
 def _plan(
     record: PassRecord, profile: StepProfile, limits: Mapping[torch.device, int], rates: TransferRates
 ) -> OffloadPlan:
-    """The plan of a pass. Each device has a limit, and the disk is the same. Blocks of a pass on several devices are not
-    computed again."""
+    """The plan of a pass. Each device has a limit, and the disk is the same. Blocks of a pass on several devices are
+    not computed again."""
     if len(limits) == 1:
         return plan_with_blocks(profile, *limits.values(), rates)
     out: set[int] = set()

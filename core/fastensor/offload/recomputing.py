@@ -1,4 +1,4 @@
-"""The third choice beside staying and leaving: blocks of the model whose tensors are computed again in the backward pass.
+"""The third choice beside staying and leaving: blocks whose tensors are computed again in the backward pass.
 
 The FlashNeuron paper's scheduler (section 3.3) chooses among tensors. Here some blocks save their inputs only, and the
 scheduler chooses among what is left; the set of blocks with the least predicted time is the plan. Pure.

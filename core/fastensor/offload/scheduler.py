@@ -342,7 +342,7 @@ def _candidates(profile: StepProfile, limit: int, rates: TransferRates) -> Itera
     yield first
     if not first:
         return  # all fit
-    average = profile.nbytes / len(profile.tensors)
+    average = profile.nbytes / sum(one.nbytes > 0 for one in profile.tensors)
     starts = [first, *(linear(profile, limit, average / step) for step in _SIZE_STEPS)]
     yield from starts[1:]
     for start in starts:

@@ -418,10 +418,8 @@ class PlanReport:
         found = f"{counted(len(self.blocks), 'blocks')} ({names}) can be computed again: {len(again) or 'none'} of them"
         if again:
             leave = sum(one.inputs_leave for one in again)
-            found += (
-                f", for {human_size(self.recomputed_bytes)}, which takes {human_seconds(self.prediction.recompute_seconds)}; "
-                f"the inputs of {leave or 'none'} leave memory"
-            )
+            found += f", for {human_size(self.recomputed_bytes)}; that takes "
+            found += f"{human_seconds(self.prediction.recompute_seconds)}; the inputs of {leave or 'none'} leave memory"
         yield found
 
     def _other_ways(self) -> Iterator[str]:
