@@ -10,6 +10,7 @@ because each transfer has its price; the paper's phase 2, which prefers tensors 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Set
@@ -351,9 +352,12 @@ def _candidates(profile: StepProfile, limit: int, rates: TransferRates) -> Itera
 
 
 def _exchanges(profile: StepProfile, out: Set[int]) -> Iterator[frozenset[int]]:
-    """Indices that may change sides: one tensor, or one of each side. None if everything stays."""
+    """Indices that may change sides: one tensor, one of each side, or one that leaves for two that stay. None if
+    everything stays."""
     if not out:
         return
     yield from (frozenset({index}) for index in range(len(profile.tensors)))
     stay = [index for index in range(len(profile.tensors)) if index not in out]
-    yield from (frozenset({one, other}) for one in sorted(out, reverse=True) for other in stay)
+    leaving = sorted(out, reverse=True)
+    yield from (frozenset({one, other}) for one in leaving for other in stay)
+    yield from (frozenset({one, *two}) for one in leaving for two in itertools.combinations(stay, 2))
