@@ -25,7 +25,8 @@ Contenders:
 All of them have torch use huge pages for large tensors (``THP_MEM_ALLOC_ENABLE=1``), from which each of them gains.
 Beside them, the bytes of a step are written to the same disk and read again, by direct I/O alone.
 
-Then the largest batch in limited memory is looked for (``examples/larger_batch.py``), with gradient checkpointing too;
+Then each way gets the same room (``offload_limits.py``), with blocks that are computed again where that is the best.
+The largest batch in limited memory is looked for (``examples/larger_batch.py``), with gradient checkpointing too;
 and a job that needs the bandwidth of memory runs beside the training, as in FlashNeuron's section 4.3.
 ``--models`` and ``--parts`` choose. What earlier runs have measured stays in the results, part by part and model by
 model, until it is measured again.
@@ -45,7 +46,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -54,6 +55,7 @@ from unittest import mock
 
 import offload_beside
 import offload_largest
+import offload_limits
 import torch
 from measuring import describe_machine, peak_of, settle, synchronize
 from offload_contenders import MODELS, NPY, PT, Counted, Dropped, FilePerTensor, Streamed, checkpoint_blocks
@@ -61,7 +63,7 @@ from offload_contenders import MODELS, NPY, PT, Counted, Dropped, FilePerTensor,
 from fastensor.backends import registry
 from fastensor.backends.buffers import BUFFER_NBYTES, transfer_buffers
 from fastensor.files import posix
-from fastensor.offload import ActivationOffload, OffloadConfig, planner, scheduler
+from fastensor.offload import ActivationOffload, OffloadConfig, planner, recomputing, scheduler
 
 T = TypeVar("T")
 NONE, DROPPED, CHECKPOINTING, SAVE_ON_CPU, STREAMED = "none", "dropped", "checkpointing", "save_on_cpu", "streamed"
@@ -79,7 +81,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 ON_BOTH = (NONE, DROPPED, PT, NPY, CHECKPOINTING, AUTO, HALF, ORACLE, ALL, CSR)
 ON_CPU = (*ON_BOTH, ALL_KEPT)
 ON_GPU = (*ON_BOTH, SAVE_ON_CPU, STREAMED, DRAM)
-PARTS = ("steps", "largest", "beside")
+PARTS = ("steps", "limits", "largest", "beside")
 WARM_UP = 5
 PLANS = 3
 """How often a schedule is planned while contenders warm up."""
@@ -160,12 +162,12 @@ def train(task: Task, contender: str, options: Mapping[str, Any]) -> Run:
 
 def offload_of(task: Task, contender: str, options: Mapping[str, Any], net: torch.nn.Module) -> Any:
     """What the steps of a contender enter; None if there is nothing to enter."""
+    if contender in (CHECKPOINTING, offload_limits.INPUTS_MOVED):
+        checkpoint_blocks(net)
     if options or contender in OPTIONS:
         offload = ActivationOffload(task.config(**options))
         offload.attach(net)
         return offload
-    if contender == CHECKPOINTING:
-        checkpoint_blocks(net)
     if contender == SAVE_ON_CPU:
         return SaveOnCpu()
     if contender in (PT, NPY):
@@ -189,9 +191,9 @@ def searching() -> Iterator[None]:
     numbers = itertools.count(1)
 
     def plan(*arguments: Any) -> scheduler.OffloadPlan:
-        return best_plan(*arguments) if next(numbers) >= PLANS else scheduler.plan(*arguments)
+        return best_plan(*arguments) if next(numbers) >= PLANS else recomputing.plan_with_blocks(*arguments)
 
-    with mock.patch.object(planner, "plan", plan):
+    with mock.patch.object(planner, "plan_with_blocks", plan):
         yield
 
 
@@ -199,26 +201,28 @@ def best_plan(
     profile: scheduler.StepProfile, limit: int, rates: scheduler.TransferRates, seconds: float = SEARCH_SECONDS
 ) -> scheduler.OffloadPlan:
     """The best plan within ``limit`` that simulated annealing finds, from the scheduler's own one."""
-    best = current = scheduler.plan(profile, limit, rates)
-    if not best.out:
+    best = current = recomputing.plan_with_blocks(profile, limit, rates)
+    if not (best.out or best.recomputed):
         return best
     chance = random.Random(0)
+    blocks, count = len(profile.blocks), len(profile.tensors) + len(profile.blocks)
     end = time.perf_counter() + seconds
     scale = 0.02 * best.prediction.step_seconds
     while (left := (end - time.perf_counter()) / seconds) > 0:
-        out = current.out ^ set(
-            chance.sample(range(len(profile.tensors)), min(chance.choice((1, 1, 2, 2, 3)), len(profile.tensors)))
-        )
-        kept = profile.nbytes - sum(profile.tensors[index].nbytes for index in out)
+        changed = min(chance.choice((0, 0, 1, 2)), blocks)
+        again = current.recomputed ^ frozenset(chance.sample(range(blocks), changed))
+        out = current.out ^ frozenset(chance.sample(range(count), min(chance.choice((1, 1, 2, 2, 3)), count)))
+        kept = recomputing.kept_nbytes(profile, out, again) + recomputing.transient_nbytes(profile, again)
         if kept > limit:
             continue
-        other = scheduler.OffloadPlan(out, scheduler.predict(profile, out, rates))
+        other = scheduler.OffloadPlan(out, recomputing.predict_with_blocks(profile, out, again, rates), again)
         worse = other.prediction.step_seconds - current.prediction.step_seconds
         if worse <= 0 or chance.random() < math.exp(-worse / (scale * left)):
             current = other
         if current.prediction.step_seconds < best.prediction.step_seconds:
             best = current
-    return best
+    _, numbers = recomputing.without_blocks(profile, best.recomputed)
+    return replace(best, out=best.out & set(numbers))
 
 
 def sparse_nbytes(task: Task) -> tuple[int, int]:
@@ -410,6 +414,8 @@ def report(results: Mapping[str, Any]) -> str:
         part = found["part"]
         if part == "steps":
             lines += report_steps(title, found)
+        elif part == "limits":
+            lines += [f"## {title}", "", *offload_limits.report(found), ""]
         elif part == "largest":
             lines += ["## Largest batch", "", *offload_largest.report(found), ""]
         else:
@@ -442,12 +448,16 @@ def main() -> None:
             for model in options.models:
                 task = Task(model, options.steps, folder, options.min_bytes, options.device)
                 parts[model] = partial(measure_steps, task, options.rounds)
+        if "limits" in options.parts:
+            for model in options.models:
+                task = Task(model, options.steps, folder, options.min_bytes, options.device)
+                parts[f"{model}, limits"] = partial(offload_limits.measure, task, options.rounds)
         if "largest" in options.parts:
             parts["largest"] = partial(offload_largest.measure, options, folder)
         if "beside" in options.parts:
             parts["beside"] = partial(offload_beside.measure, options, folder)
         for title, measure in parts.items():
-            part = title if title in PARTS else "steps"
+            part = title if title in PARTS else "limits" if title.endswith(", limits") else "steps"
             machine = describe_machine(Path(folder), options.device)
             results[title] = {"part": part, "machine": machine, **measure()}
             data.write_text(json.dumps(results, indent=1) + "\n")

@@ -1,0 +1,115 @@
+"""The part of ``offload.py`` that gives each way the same room: keep, move or recompute, block by block.
+
+For each model the bytes that a step saves are counted. In rooms of a half, a quarter and a tenth of them, a schedule
+may keep half of the room, and transfers have the other half (``staging_bytes`` and ``prefetch_bytes``):
+
+- ``auto``: by the schedule, with ``recompute="auto"``; ``moving``: the same without;
+- ``oracle``: as ``auto``, by the best plan that two seconds of simulated annealing find for the same measurements.
+
+Beside them is what does not know of rooms: ``all`` (everything moves), ``checkpointing``, ``checkpointing, inputs
+moved`` (by ``all``), and ``half``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from measuring import settle
+
+AUTO, MOVING, ORACLE = "auto", "moving", "oracle"
+ALL, CHECKPOINTING, INPUTS_MOVED, HALF, NONE, DROPPED = (
+    "all", "checkpointing", "checkpointing, inputs moved", "half", "none", "dropped",
+)  # fmt: skip
+SHARES = (2, 4, 10)
+"""A room is the bytes that a step saves, by this."""
+ANYWHERE = (NONE, DROPPED, ALL, CHECKPOINTING, INPUTS_MOVED, HALF)
+MOST_OF_BEST, MOST_OF_ORACLE = 1.03, 1.05
+
+
+def options_of(name: str, room: int) -> dict[str, Any]:
+    """The options of an offload."""
+    if name in (ALL, INPUTS_MOVED):
+        return {"schedule": "all"}
+    if name == HALF:
+        return {"schedule": 0.5}
+    in_room = {"schedule": room // 2, "staging_bytes": room // 4, "prefetch_bytes": room // 4}
+    return in_room if name == MOVING else in_room | {"recompute": "auto"}
+
+
+def measure(task: Any, rounds: int) -> dict[str, Any]:
+    """All ways of a model."""
+    from offload import Run, in_fresh_process, sparse_nbytes, train
+
+    _, saved = in_fresh_process(sparse_nbytes, task)
+    runs = [(name, 0) for name in ANYWHERE]
+    runs += [(name, saved // share) for share in SHARES for name in (AUTO, MOVING, ORACLE)]
+    of: dict[str, list[Run]] = {}
+    for number in range(rounds):
+        for name, room in random.Random(number).sample(runs, len(runs)):
+            settle()
+            options = {} if name in (NONE, DROPPED, CHECKPOINTING) else options_of(name, room)
+            found = in_fresh_process(train, task, name, options)
+            of.setdefault(f"{name}/{room}", []).append(found)
+            print(task.model, room >> 20, found, flush=True)
+    return {"saved": saved, "runs": {name: [asdict(run) for run in found] for name, found in of.items()}}
+
+
+def report(found: Mapping[str, Any]) -> Iterator[str]:
+    """The tables, and what was promised."""
+    from offload import Run, mib
+
+    saved = found["saved"]
+    of = {name: [Run(**run) for run in runs] for name, runs in found["runs"].items()}
+
+    def seconds(name: str, room: int = 0) -> float:
+        return median(run.step_seconds for run in of[f"{name}/{room}"])
+
+    def memory(name: str, room: int = 0) -> float:
+        """What activations have taken: memory, less what a step takes that forgets them."""
+        pairs = zip(of[f"{name}/{room}"], of[f"{DROPPED}/0"], strict=True)
+        return max(median(one.memory_nbytes - base.memory_nbytes for one, base in pairs), 0)
+
+    yield f"A step saves {mib(saved)} MiB. Memory is that of activations."
+    yield from (
+        "",
+        "| way | room, MiB | step, s | : none | predicted | memory, MiB |",
+        "|---|---:|---:|---:|---:|---:|",
+    )
+    rows = [(name, 0) for name in ANYWHERE if name != DROPPED]
+    rows += [(name, saved // share) for share in SHARES for name in (AUTO, MOVING, ORACLE)]
+    for name, room in rows:
+        predictions = [run.predicted_ratio for run in of[f"{name}/{room}"] if run.predicted_ratio is not None]
+        predicted = f"{median(predictions):.2f}" if predictions else "–"
+        yield (
+            f"| {name} | {mib(room) or '–'} | {seconds(name, room):.3f} | {seconds(name, room) / seconds(NONE):.2f} "
+            f"| {predicted} | {mib(memory(name, room))} |"
+        )
+    yield ""
+    gradients = {run.gradients for name, runs in of.items() if not name.startswith(DROPPED) for run in runs}
+    yield f"- gradients of all ways are {'equal' if len(gradients) == 1 else '**differ**'}"
+    for share in SHARES:
+        yield _judge(saved // share, share, seconds, memory)
+
+
+def _judge(room: int, share: int, seconds: Any, memory: Any) -> str:
+    """How a room compares with what takes no more memory."""
+    peers = [name for name in (ALL, CHECKPOINTING, INPUTS_MOVED, HALF) if memory(name) <= max(room, memory(AUTO, room))]
+    against = "no other way fits"
+    if peers:
+        best = min(peers, key=seconds)
+        ratio = seconds(AUTO, room) / seconds(best)
+        against = f"{_bold(ratio, ratio <= MOST_OF_BEST)} of {best}, the best that fits (promised: {MOST_OF_BEST})"
+    ratio = seconds(AUTO, room) / seconds(ORACLE, room)
+    fits = "" if memory(AUTO, room) <= room else "; memory is **beyond the room**"
+    return (
+        f"- a room of 1/{share}: a step takes {against}, and {_bold(ratio, ratio <= MOST_OF_ORACLE)} of the oracle's "
+        f"(promised: {MOST_OF_ORACLE}){fits}"
+    )
+
+
+def _bold(value: float, kept: bool) -> str:
+    return f"{value:.2f}" if kept else f"**{value:.2f}**"
