@@ -35,7 +35,6 @@ model, until it is measured again.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import multiprocessing
@@ -83,8 +82,6 @@ ON_CPU = (*ON_BOTH, ALL_KEPT)
 ON_GPU = (*ON_BOTH, SAVE_ON_CPU, STREAMED, DRAM)
 PARTS = ("steps", "limits", "largest", "beside")
 WARM_UP = 5
-PLANS = 3
-"""How often a schedule is planned while contenders warm up."""
 SEARCH_SECONDS = 2.0
 _HEADER = ("| | step, s | : none | predicted | blocked, s | CPU, s | memory, MiB | offloaded, MiB | written, MiB |",
            "|---|---:|---:|---:|---:|---:|---:|---:|---:|")  # fmt: skip
@@ -187,13 +184,8 @@ class SaveOnCpu:
 
 @contextmanager
 def searching() -> Iterator[None]:
-    """Have the last plan be the best one that can be found. The search is not to lengthen what is measured before."""
-    numbers = itertools.count(1)
-
-    def plan(*arguments: Any) -> scheduler.OffloadPlan:
-        return best_plan(*arguments) if next(numbers) >= PLANS else recomputing.plan_with_blocks(*arguments)
-
-    with mock.patch.object(planner, "plan_with_blocks", plan):
+    """Have plans be the best ones that can be found, from the second pass on."""
+    with mock.patch.object(planner, "plan_with_blocks", best_plan):
         yield
 
 

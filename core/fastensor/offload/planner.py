@@ -321,7 +321,7 @@ class Planner:
         profile = record.profile()
         assert profile is not None
         with self._lock:
-            return self._new_plan(record, profile, 1)
+            return self._new_plan(record, profile, _MEASURED)
 
     def latest(self) -> PlannedForm | None:
         """Latest plan."""
@@ -347,15 +347,17 @@ class Planner:
         return self.memory.keep(device, int(_MORE_THAN_BEFORE * max(form.record.saved_nbytes for form in forms)))
 
     def _note(self, record: PassRecord, profile: StepProfile) -> None:
-        """Plan the form of a pass that has ended, if it is new, or its plan is not good any more."""
-        self.memory.end_pass((one.device, one.nbytes) for one in record.tensors)
+        """Plan the form of a pass that has ended, if it is new, or its plan is not good any more. A pass in which
+        blocks are computed again is one of the form that was planned so, and is not measured."""
         if record.recomputed:
             if record.source not in self._forms:
                 return
             record, profile = self._forms[record.source].record, self._forms[record.source].measured
+        self.memory.end_pass((one.device, one.nbytes) for one in record.tensors)
         known = self._forms.pop(record.form, None)
         passes = 1 if known is None else known.passes + 1
-        if known is None or passes in _PLANNED_AT or known.is_outdated(self._limits_of(record)):
+        is_measured = known is None or record is not known.record
+        if known is None or (is_measured and passes in _PLANNED_AT) or known.is_outdated(self._limits_of(record)):
             self._forms[record.form] = self._new_plan(record, profile, passes)
             if len(self._forms) > _MOST_FORMS:
                 self._forms.popitem(last=False)
@@ -378,7 +380,7 @@ class Planner:
             UNKNOWN_BANDWIDTH, UNKNOWN_BANDWIDTH, config.staging_nbytes, config.prefetch_nbytes
         )
         alone = undisturbed(profile, record.moved_nbytes, rates)
-        return PlannedForm(record, profile, alone, _plan(record, alone, limits, rates), limits, rates, passes)
+        return PlannedForm(record, profile, alone, _plan(record, alone, limits, rates, passes), limits, rates, passes)
 
     def _limits_of(self, record: PassRecord) -> dict[torch.device, int]:
         return {
@@ -396,11 +398,15 @@ class Planner:
 
 
 def _plan(
-    record: PassRecord, profile: StepProfile, limits: Mapping[torch.device, int], rates: TransferRates
+    record: PassRecord,
+    profile: StepProfile,
+    limits: Mapping[torch.device, int],
+    rates: TransferRates,
+    passes: int,
 ) -> OffloadPlan:
-    """The plan of a pass. Each device has a limit, and the disk is the same. Blocks of a pass on several devices are
-    not computed again."""
-    if len(limits) == 1:
+    """The plan of a pass. Each device has a limit, and the disk is the same. Nothing is computed again before enough
+    passes were measured, or if tensors are on several devices."""
+    if len(limits) == 1 and passes >= _MEASURED:
         return plan_with_blocks(profile, *limits.values(), rates)
     out: set[int] = set()
     for device, limit in limits.items():

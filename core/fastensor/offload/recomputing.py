@@ -24,8 +24,10 @@ from fastensor.offload.scheduler import (
     predict,
 )
 
-_MOST_TRIED = 64
-"""The most sets of blocks that are looked at."""
+_MOST_TRIED, _LEAST_TRIED = 64, 24
+"""The most sets of blocks that are looked at, and how many are whatever that takes."""
+_MOST_LOOKED_AT = 12_000
+"""The most tensors that are looked at for more sets, all sets together."""
 _FIRST_TRIED = 8
 """Of an order of blocks, so many of its beginnings are tried first."""
 
@@ -57,6 +59,7 @@ class _Tried:
     def __init__(self, profile: StepProfile, limit: int, rates: TransferRates) -> None:
         self._profile, self._limit, self._rates = profile, limit, rates
         self._known: dict[frozenset[int], OffloadPlan] = {}
+        self._most = min(max(_MOST_LOOKED_AT // max(len(profile.tensors), 1), _LEAST_TRIED), _MOST_TRIED)
 
     def plan(self, blocks: frozenset[int]) -> OffloadPlan:
         """The first plan with these blocks; one that takes for ever if they do not fit, or enough were tried."""
@@ -66,7 +69,7 @@ class _Tried:
 
     def _new_plan(self, blocks: frozenset[int]) -> OffloadPlan:
         room = self._limit - transient_nbytes(self._profile, blocks)
-        if blocks and (room < 0 or len(self._known) > _MOST_TRIED):
+        if blocks and (room < 0 or len(self._known) > self._most):
             return _NEVER
         rest, numbers = without_blocks(self._profile, blocks)
         return self._of_profile(first_plan(rest, room, self._rates), numbers, blocks)
