@@ -164,12 +164,11 @@ class ForwardPass:
         self.record.form = hash((self.record.form, self._scope))
         return self._scope
 
-    def begin_block(self, name: str, clock: float, inputs: Sequence[tuple[int, torch.dtype, torch.device]]) -> int:
-        """Note that a block of the model begins.
+    def begin_block(self, name: str, inputs: Sequence[tuple[int, torch.dtype, torch.device]]) -> int:
+        """Note that a block of the model is about to begin.
 
         Args:
             name: of the block.
-            clock: the time.
             inputs: bytes, dtypes and devices of what would be saved of its inputs.
 
         Returns:
@@ -181,11 +180,12 @@ class ForwardPass:
         self._outside, self._block = self._scope, number
         self._scope = hash((number, _INPUTS, record.opening))
         marks = [(self.mark(*one), one[0]) for one in inputs]
-        record.blocks.append(BlockRecord(name, clock, inputs=marks))
+        record.blocks.append(BlockRecord(name, inputs=marks))
         return number
 
-    def run_block(self, number: int, *, saves_inputs: bool) -> None:
-        """Note whether a block that has begun saves its inputs, or what it saves itself."""
+    def run_block(self, number: int, clock: float, *, saves_inputs: bool) -> None:
+        """Note that a block begins, and whether it saves its inputs only."""
+        self.record.blocks[number].begun_at = clock
         self._scope = hash((number, _INPUTS if saves_inputs else _ALL, self.record.opening))
 
     def end_block(self, clock: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastensor.backends.streams import event_now, used_on_current
+from fastensor.backends.streams import event_now, used_on_current, wait_for
 from fastensor.offload.blocks import Block
 from fastensor.offload.codecs import LOSSY, sampled_ratio
 from fastensor.offload.copying import page_offset_of
@@ -225,11 +225,26 @@ class StepHooks:
             if forward is None:
                 return block.forward(*args, **options)
             try:
-                return self._run_block(block, args, options, forward, number, inputs)
+                self._await_measured(forward, inputs)
+                forward.run_block(number, self._now, saves_inputs=number in forward.record.recomputed)
+                if number in forward.record.recomputed:
+                    return block.run_for_inputs(args, options, self._engine.note_recomputed)
+                self._inputs += [
+                    (forward.record.blocks[number], weakref.ref(one), one._version)
+                    for one in inputs
+                    if not one.is_inference()
+                ]
+                return block.run(args, options)
             finally:
-                forward.end_block(time.perf_counter() - self._seconds_in_hooks)
+                self._await_measured(forward, inputs)
+                forward.end_block(self._now)
         finally:
             self._is_in_block = False
+
+    @property
+    def _now(self) -> float:
+        """Seconds by a clock that stands still in hooks."""
+        return time.perf_counter() - self._seconds_in_hooks
 
     def _begin_block(self, name: str, inputs: Sequence[torch.Tensor]) -> tuple[ForwardPass | None, int]:
         """The forward pass, and the number of the block that begins in it; None if the pass is not examined."""
@@ -242,28 +257,17 @@ class StepHooks:
         saved = [(len(span), one.dtype, one.device) for reason, span, one in spans if not reason]
         self._note_changed_inputs()
         forward = self._current_forward(self._engine.swapper(inputs[0].device))
-        number = forward.begin_block(name, started - self._seconds_in_hooks, saved)
+        number = forward.begin_block(name, saved)
         if not number:
             self._engine.planner.choose_blocks(forward.record)
         self._note_time(started)
         return forward, number
 
-    def _run_block(
-        self,
-        block: Block,
-        args: tuple[Any, ...],
-        options: Mapping[str, Any],
-        forward: ForwardPass,
-        number: int,
-        inputs: Sequence[torch.Tensor],
-    ) -> Any:
-        saves_inputs = number in forward.record.recomputed
-        forward.run_block(number, saves_inputs=saves_inputs)
-        if saves_inputs:
-            return block.run_for_inputs(args, options, self._engine.note_recomputed)
-        record = forward.record.blocks[number]
-        self._inputs += [(record, weakref.ref(one), one._version) for one in inputs if not one.is_inference()]
-        return block.run(args, options)
+    @staticmethod
+    def _await_measured(forward: ForwardPass, inputs: Sequence[torch.Tensor]) -> None:
+        """Wait for the device of a block that is measured: the host's clock is to show the time of its computing."""
+        if forward.record.is_measured and (event := event_now(inputs[0].device)) is not None:
+            wait_for([event])
 
     def _note_changed_inputs(self) -> None:
         """Note which blocks cannot be computed again, because inputs were changed since they began."""

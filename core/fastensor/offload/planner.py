@@ -74,7 +74,7 @@ class BlockRecord:
     """Record of a block of the model in a forward pass. Times are those of :class:`PassRecord`."""
 
     name: str
-    begun_at: float
+    begun_at: float = 0.0
     seconds: float | None = None
     """None until the block has ended."""
     inputs: list[tuple[int, int]] = field(default_factory=list)
@@ -107,6 +107,8 @@ class PassRecord:
     """A hash of what was saved before the first block, and of its inputs; 0 if no block has begun."""
     recomputed: frozenset[int] = frozenset()
     """Blocks that save their inputs only. The pass is of the form that was planned so, though it saves less."""
+    is_measured: bool = False
+    """True if the times of its blocks will be planned with."""
     source: int | None = None
     """That form; None if nothing is computed again, or another form's plan is tried."""
 
@@ -281,11 +283,12 @@ class Planner:
         """
         with self._lock:
             alike = [form for form in self._forms.values() if form.record.opening == record.opening]
-            if alike and alike[-1].passes >= _MEASURED:
+            record.is_measured = not alike or alike[-1].passes < _MEASURED
+            if alike and not record.is_measured:
                 record.recomputed = alike[-1].plan.recomputed
                 record.source = alike[-1].record.form if record.recomputed else None
             elif not alike and len(self._forms) == _MOST_FORMS:
-                record.recomputed = next(reversed(self._forms.values())).plan.recomputed
+                record.recomputed, record.is_measured = next(reversed(self._forms.values())).plan.recomputed, False
 
     def plan_ended(self) -> None:
         """Plan the passes that have ended."""
