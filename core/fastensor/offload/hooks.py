@@ -213,6 +213,7 @@ class StepHooks:
     def _begin_record(self) -> None:
         """Record what is saved next as a pass of its own."""
         self._forward, self._saved_nbytes, self._remembered = None, 0, len(self._known)
+        self._inputs.clear()
 
     def run_block(self, block: Block, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """What a block of the model returns. By plan it saves its inputs only, and is computed again."""
