@@ -164,15 +164,12 @@ class ForwardPass:
         self.record.form = hash((self.record.form, self._scope))
         return self._scope
 
-    def begin_block(self, name: str, inputs: Sequence[tuple[int, torch.dtype, torch.device]]) -> int:
+    def begin_block(self, name: str, inputs: Sequence[tuple[int, torch.dtype, torch.device]]) -> BlockRecord:
         """Note that a block of the model is about to begin.
 
         Args:
             name: of the block.
             inputs: bytes, dtypes and devices of what would be saved of its inputs.
-
-        Returns:
-            Its number in the pass.
         """
         record, number = self.record, len(self.record.blocks)
         if not number:
@@ -180,13 +177,20 @@ class ForwardPass:
         self._outside, self._block = self._scope, number
         self._scope = hash((number, _INPUTS, record.opening))
         marks = [(self.mark(*one), one[0]) for one in inputs]
-        record.blocks.append(BlockRecord(name, inputs=marks))
-        return number
+        record.blocks.append(block := BlockRecord(name, inputs=marks))
+        return block
 
-    def run_block(self, number: int, clock: float, *, saves_inputs: bool) -> None:
-        """Note that a block begins, and whether it saves its inputs only."""
-        self.record.blocks[number].begun_at = clock
-        self._scope = hash((number, _INPUTS if saves_inputs else _ALL, self.record.opening))
+    def run_block(self, clock: float) -> bool:
+        """Note that the block runs.
+
+        Returns:
+            Whether it saves its inputs only.
+        """
+        assert self._block is not None
+        self.record.blocks[self._block].begun_at = clock
+        saves_inputs = self._block in self.record.recomputed
+        self._scope = hash((self._block, _INPUTS if saves_inputs else _ALL, self.record.opening))
+        return saves_inputs
 
     def end_block(self, clock: float) -> None:
         """Note that the block ends."""

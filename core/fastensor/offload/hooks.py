@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -222,53 +223,40 @@ class StepHooks:
         self._is_in_block = True
         try:
             inputs = [one for one in (*args, *options.values()) if isinstance(one, torch.Tensor)]
-            forward, number = self._begin_block(block.name, inputs)
-            if forward is None:
-                return block.forward(*args, **options)
-            try:
-                self._await_measured(forward, inputs)
-                forward.run_block(number, self._now, saves_inputs=number in forward.record.recomputed)
-                if number in forward.record.recomputed:
+            with self._in_block(block.name, inputs) as saves_inputs:
+                if saves_inputs is None:
+                    return block.forward(*args, **options)
+                if saves_inputs:
                     return block.run_for_inputs(args, options, self._engine.note_recomputed)
-                self._inputs += [
-                    (forward.record.blocks[number], weakref.ref(one), one._version)
-                    for one in inputs
-                    if not one.is_inference()
-                ]
                 return block.run(args, options)
-            finally:
-                self._await_measured(forward, inputs)
-                forward.end_block(self._now)
         finally:
             self._is_in_block = False
 
-    @property
-    def _now(self) -> float:
-        """Seconds by a clock that stands still in hooks."""
-        return time.perf_counter() - self._seconds_in_hooks
-
-    def _begin_block(self, name: str, inputs: Sequence[torch.Tensor]) -> tuple[ForwardPass | None, int]:
-        """The forward pass, and the number of the block that begins in it; None if the pass is not examined."""
-        started = time.perf_counter()
+    @contextmanager
+    def _in_block(self, name: str, inputs: Sequence[torch.Tensor]) -> Iterator[bool | None]:
+        """A block of the model, which saves its inputs only, or what it saves itself; None if the pass is not
+        examined."""
         if self._is_over:
             self._begin_pass()
         if self._unexamined is not None or self._is_rest or not inputs:
-            return None, 0
+            yield None
+            return
+        started, device = time.perf_counter(), max(inputs, key=nbytes_of).device
+        self._note_changed_inputs()
+        forward = self._current_forward(self._engine.swapper(device))
         spans = [(*self._why_kept(one, nbytes_of(one)), one) for one in inputs]
         saved = [(len(span), one.dtype, one.device) for reason, span, one in spans if not reason]
-        self._note_changed_inputs()
-        forward = self._current_forward(self._engine.swapper(inputs[0].device))
-        number = forward.begin_block(name, saved)
-        if not number:
+        record = forward.begin_block(name, saved)
+        if record is forward.record.blocks[0]:
             self._engine.planner.choose_blocks(forward.record)
+        self._inputs += [(record, weakref.ref(one), one._version) for one in inputs if not one.is_inference()]
         self._note_time(started)
-        return forward, number
-
-    @staticmethod
-    def _await_measured(forward: ForwardPass, inputs: Sequence[torch.Tensor]) -> None:
-        """Wait for the device of a block that is measured: the host's clock is to show the time of its computing."""
-        if forward.record.is_measured and (event := event_now(inputs[0].device)) is not None:
-            wait_for([event])
+        try:
+            _await_measured(forward, device)
+            yield forward.run_block(time.perf_counter() - self._seconds_in_hooks)
+        finally:
+            _await_measured(forward, device)
+            forward.end_block(time.perf_counter() - self._seconds_in_hooks)
 
     def _note_changed_inputs(self) -> None:
         """Note which blocks cannot be computed again, because inputs were changed since they began."""
@@ -419,6 +407,12 @@ class StepHooks:
         self._remembered += 1
         if self._remembered >= _LEAST_TO_TIDY and len(self._known) < self._remembered / 2:
             self._begin_record()
+
+
+def _await_measured(forward: ForwardPass, device: torch.device) -> None:
+    """Wait for the device of a block that is measured: the host's clock is to show the time of its computing."""
+    if forward.record.is_measured and (event := event_now(device)) is not None:
+        wait_for([event])
 
 
 def _saved_bytes(tensor: torch.Tensor, span: range, position: int, mark: int) -> SavedBytes:
