@@ -104,9 +104,19 @@ def test_what_is_passed_over_is_expected_for_a_while() -> None:
     assert [schedule.take(position) for position in range(1, 9)] == [True] * 8
     assert next(schedule.upcoming()) == 0
     assert not schedule.take(9), "others are wanted by now"
-    assert list(schedule.upcoming()) == list(range(10, 20))
-    assert not schedule.take(0), "it was not expected"
-    assert list(schedule.upcoming()) == list(range(10, 20))
+    assert list(schedule.upcoming()) == [*range(10, 20), 0], "and this one last"
+
+
+def test_branches_in_another_order_than_the_last_time() -> None:
+    """The branch that was passed over is expected once the other one is done, or begins in between."""
+    schedule = PrefetchSchedule(range(40))
+    assert [schedule.take(position) for position in range(20, 30)] == [False] + [True] * 9
+    assert list(schedule.upcoming()) == [*range(30, 40), *range(20)]
+    assert schedule.take(0)
+    assert [schedule.take(position) for position in range(30, 40)] == [True] * 10
+    assert list(schedule.upcoming()) == list(range(1, 20))
+    assert [schedule.take(position) for position in range(1, 20)] == [True] * 19
+    assert not list(schedule.upcoming())
 
 
 @given(st.lists(st.integers(0, 5), max_size=30))
@@ -145,8 +155,8 @@ def test_what_is_gone_is_asked_about_once() -> None:
     assert schedule.take(0)
     assert list(schedule.upcoming(is_there)) == asked == [1, 50_000, 99_999]
     assert not schedule.take(50_000), "that was not expected so soon"
-    assert list(schedule.upcoming(is_there)) == [99_999]
-    assert len(asked) == 4
+    assert list(schedule.upcoming(is_there)) == [99_999, 1]
+    assert len(asked) == 5
 
 
 def test_a_trainers_folder_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

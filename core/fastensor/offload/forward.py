@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 
 import torch
 
@@ -70,6 +70,8 @@ class PrefetchSchedule:
     def __init__(self, expected: Sequence[int]) -> None:
         self._left = OrderedDict(enumerate(expected))
         """The positions that are still to come, by their places in the order."""
+        self._passed = OrderedDict[int, int]()
+        """Those in front of which others were taken."""
         self._places: dict[int, list[int]] = {}
         """By position, its places, the nearest one last."""
         for place in reversed(self._left):
@@ -79,7 +81,7 @@ class PrefetchSchedule:
         self._seen: set[int] = set()
 
     def take(self, position: int) -> bool:
-        """Note that a position is needed now. What it is taken far in front of is not expected any more.
+        """Note that a position is needed now. What it is taken far in front of is expected last.
 
         Returns:
             Whether that was expected, or the position was taken as often as it was expected.
@@ -88,16 +90,19 @@ class PrefetchSchedule:
         self._seen.add(position)
         self.taken.append(position)
         places = self._places.get(position, [])
-        while places and places[-1] not in self._left:
+        while places and places[-1] not in self._left and places[-1] not in self._passed:
             places.pop()
         if not places:
             return seen
-        place, first = places.pop(), next(iter(self._left))
-        del self._left[place]
+        place = places.pop()
+        among = self._left if place in self._left else self._passed
+        first = next(iter(among))
+        del among[place]
         if place - first <= _SLACK:
             return True
-        for passed in list(takewhile(lambda one: one < place, self._left)):
-            del self._left[passed]
+        if among is self._left:
+            for passed in list(takewhile(lambda one: one < place, self._left)):
+                self._passed[passed] = self._left.pop(passed)
         return False
 
     def upcoming(self, is_there: Callable[[int], bool] = lambda position: True) -> Iterator[int]:
@@ -113,14 +118,15 @@ class PrefetchSchedule:
         """
         gone = []
         try:
-            for place, position in self._left.items():
+            for place, position in chain(self._left.items(), self._passed.items()):
                 if is_there(position):
                     yield position
                 else:
                     gone.append(place)
         finally:
             for place in gone:
-                del self._left[place]
+                self._left.pop(place, None)
+                self._passed.pop(place, None)
 
 
 class ForwardPass:
