@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import CASES, equal, gradients, large, slot_files
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastensor.backends import memory
 from fastensor.offload import ActivationOffload, copying, moving
@@ -255,6 +256,37 @@ def test_tensors_that_share_memory_are_written_once(make: Any) -> None:
     assert (found.offloaded, found.written_bytes, found.shared_bytes) == (1, x.nbytes, 2 * x.nbytes)
     loss.backward()
     assert torch.equal(layers[0].weight.grad, layers[2].weight.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", ["all", 1 << 30])
+def test_a_part_of_what_was_saved_is_not_saved_again(make: Any, schedule: Any) -> None:
+    """Also if it is too small to leave by itself: in memory, it would keep all of it there."""
+    storage = torch.randn(30_000)
+    large = storage[:10_000].requires_grad_()
+    offload = make(schedule=schedule, min_bytes=1 << 10)
+    with offload.step():
+        loss = large.exp().sum() + large.square().sum() + large[5:9_000].square().sum() + large[:10].square().sum()
+    found = offload.statistics()
+    assert found.kept.get("small", 0) == 0
+    in_memory = found.kept.get("fits", 0)
+    assert found.offloaded_bytes + in_memory == 2 * 40_000, "the result of exp, and the part of the storage"
+    loss.backward()
+    part = torch.zeros(10_000)
+    part[5:9_000] += 2 * storage[5:9_000]
+    part[:10] += 2 * storage[:10]
+    assert torch.allclose(large.grad, storage[:10_000].exp() + 2 * storage[:10_000] + part)  # type: ignore[arg-type]
+
+
+def test_a_small_part_of_what_has_left_does_not_keep_it_in_memory(make: Any) -> None:
+    offload, x = make(min_bytes=1 << 10), torch.randn(30_000, requires_grad=True)
+    with offload.step():
+        storage = x * 2
+        held, part = StorageWeakRef(storage.untyped_storage()), storage[:10_000]
+        loss = part.square().sum() + part[:10].square().sum()
+    del storage, part
+    offload.settle()
+    assert held.expired()
+    loss.backward()
 
 
 def test_the_same_memory_with_other_values_is_not_the_same(make: Any) -> None:

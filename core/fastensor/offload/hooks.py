@@ -48,7 +48,8 @@ class RangeHandle:
     forward: ForwardPass
     position: int
     """In that forward pass."""
-    nbytes: int
+    span: range
+    """The bytes, in the storage that they were saved from."""
     owner: weakref.ref[torch.Tensor]
     """The tensor whose version counter counts for the range."""
     kept: KeptBytes | None
@@ -148,7 +149,7 @@ class StepHooks:
         """True if the first tensors of the forward pass were not examined, and the others are."""
         self._saved_nbytes = 0
         """Bytes of all tensors that the forward pass has saved so far."""
-        self._known = weakref.WeakValueDictionary[tuple[object, ...], RangeHandle]()
+        self._known: dict[tuple[object, ...], weakref.WeakSet[RangeHandle]] = {}
         """Ranges that were saved, and may be saved again while a graph holds them."""
         self._remembered = 0
         """Ranges that were known when the latest record began, and that it has saved since."""
@@ -213,7 +214,7 @@ class StepHooks:
 
     def _begin_record(self) -> None:
         """Record what is saved next as a pass of its own."""
-        self._forward, self._saved_nbytes, self._remembered = None, 0, len(self._known)
+        self._forward, self._saved_nbytes, self._remembered = None, 0, self._count_known()
         self._inputs.clear()
 
     def run_block(self, block: Block, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
@@ -282,7 +283,7 @@ class StepHooks:
         forward.note_needed(packed.position, started - self._seconds_in_hooks, saved)
         if saved is None:
             packed.check_version()
-            self._engine.note_use(held.nbytes, packed.tensor.device)
+            self._engine.note_use(len(held.span), packed.tensor.device)
             self._note_time(started)
             return packed.tensor
         swapper = held.forward.swapper
@@ -350,7 +351,7 @@ class StepHooks:
         self._engine.note_use(len(span), tensor.device)
         noted = _noted(tensor, mark, len(span), self._clock, self._ratio(tensor, span, mark, swapper))
         staying = self._engine.planner.keep(mark, len(span), tensor.device)
-        handle = RangeHandle(forward, forward.next_position, len(span), weakref.ref(_owner_of(tensor)), staying)
+        handle = RangeHandle(forward, forward.next_position, span, weakref.ref(_owner_of(tensor)), staying)
         if staying is None:
             handle.leave(_saved_bytes(tensor, span, handle.position, mark))
         record = PackedTensor.of(tensor, handle, forward, handle.position)
@@ -359,7 +360,7 @@ class StepHooks:
         else:
             kept["fits"] = len(span)
         forward.add(handle.saved, noted)
-        self._remember((*self._key(tensor), span), handle)
+        self._remember(tensor, handle)
         return record
 
     def _ratio(self, tensor: torch.Tensor, span: range, mark: int, swapper: Swapper) -> float:
@@ -391,22 +392,26 @@ class StepHooks:
         return tensor.untyped_storage()._cdata, tensor._version, id(_owner_of(tensor)), kind
 
     def _known_handle(self, tensor: torch.Tensor, span: range) -> RangeHandle | None:
-        """The handle of a known range with a tensor's bytes: those of ``span``, or the whole storage. None if there is
-        none."""
-        key, whole = self._key(tensor), range(tensor.untyped_storage().nbytes())
-        for one in (span,) if span == whole else (whole, span):
-            handle = self._known.get((*key, one))
-            if handle is not None and handle.owner() is _owner_of(tensor):
+        """The handle of a known range that has all bytes of ``span``; None if there is none."""
+        owner = _owner_of(tensor)
+        for handle in self._known.get(self._key(tensor), ()):
+            covers = handle.span.start <= span.start and span.stop <= handle.span.stop
+            if covers and handle.owner() is owner:
                 return handle
         return None
 
-    def _remember(self, key: tuple[object, ...], handle: RangeHandle) -> None:
+    def _remember(self, tensor: torch.Tensor, handle: RangeHandle) -> None:
         """Note a range that may be saved again. Forget the forward pass if most ranges that are known since it began
         are gone: it was dropped, and another one has begun."""
-        self._known[key] = handle
+        self._known.setdefault(self._key(tensor), weakref.WeakSet()).add(handle)
         self._remembered += 1
-        if self._remembered >= _LEAST_TO_TIDY and len(self._known) < self._remembered / 2:
+        if self._remembered % _LEAST_TO_TIDY == 0 and self._count_known() < self._remembered / 2:
             self._begin_record()
+
+    def _count_known(self) -> int:
+        """Number of known ranges. Those that are gone are forgotten."""
+        self._known = {key: handles for key, handles in self._known.items() if handles}
+        return sum(map(len, self._known.values()))
 
 
 def _await_measured(forward: ForwardPass, device: torch.device) -> None:
