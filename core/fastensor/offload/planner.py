@@ -80,7 +80,8 @@ class BlockRecord:
     inputs: list[tuple[int, int]] = field(default_factory=list)
     """The mark and bytes of each input that would be saved in place of what the block saves."""
     is_pure: bool = True
-    """False if the block, or what comes after it, changes an input in place."""
+    """False if the block, or what comes after it, changes an input in place; or if it gets an object that it may
+    change, or communicates with other processes."""
 
     @property
     def inputs_nbytes(self) -> int:
@@ -283,12 +284,11 @@ class Planner:
         """
         with self._lock:
             alike = [form for form in self._forms.values() if form.record.opening == record.opening]
-            record.is_measured = not alike or alike[-1].passes < _MEASURED
-            if alike and not record.is_measured:
-                record.recomputed = alike[-1].plan.recomputed
-                record.source = alike[-1].record.form if record.recomputed else None
-            elif not alike and len(self._forms) == _MOST_FORMS:
-                record.recomputed, record.is_measured = next(reversed(self._forms.values())).plan.recomputed, False
+            record.is_measured = self._measured(record.opening) < _MEASURED
+            if not record.is_measured:
+                latest = (alike or list(self._forms.values()))[-1]
+                record.recomputed = latest.plan.recomputed
+                record.source = latest.record.form if alike and record.recomputed else None
 
     def plan_ended(self) -> None:
         """Plan the passes that have ended."""
@@ -353,21 +353,30 @@ class Planner:
         """Plan the form of a pass that has ended, if it is new, or its plan is not good any more. A pass in which
         blocks are computed again is one of the form that was planned so, and is not measured."""
         if record.recomputed:
-            if record.source not in self._forms:
+            source = None if record.source is None else self._forms.get(record.source)
+            if source is None:
                 return
-            record, profile = self._forms[record.source].record, self._forms[record.source].measured
+            record, profile = source.record, source.measured
         self.memory.end_pass((one.device, one.nbytes) for one in record.tensors)
+        measured = self._measured(record.opening, 1)
         known = self._forms.pop(record.form, None)
         passes = 1 if known is None else known.passes + 1
         is_measured = known is None or record is not known.record
         if known is None or (is_measured and passes in _PLANNED_AT) or known.is_outdated(self._limits_of(record)):
-            self._forms[record.form] = self._new_plan(record, profile, passes)
+            self._forms[record.form] = dataclasses.replace(self._new_plan(record, profile, measured), passes=passes)
             if len(self._forms) > _MOST_FORMS:
                 self._forms.popitem(last=False)
             self._leaving = self._merged()
             self.memory.transient_nbytes = max(form.transient_nbytes for form in self._forms.values())
         else:
             self._forms[record.form] = dataclasses.replace(known, passes=passes)
+
+    def _measured(self, opening: int, more: int = 0) -> int:
+        """Number of passes that have opened so, in forms of their own or in one, ``more`` included. As many as are
+        needed if passes open in ever new ways."""
+        alike = sum(form.passes for form in self._forms.values() if form.record.opening == opening)
+        is_ever_new = not alike and len(self._forms) + more >= _MOST_FORMS
+        return _MEASURED if is_ever_new else alike + more
 
     def _merged(self) -> set[int]:
         """Union of the plans. Where passes of several forms begin alike, a tensor leaves if it leaves in one
@@ -383,7 +392,8 @@ class Planner:
             UNKNOWN_BANDWIDTH, UNKNOWN_BANDWIDTH, config.staging_nbytes, config.prefetch_nbytes
         )
         alone = undisturbed(profile, record.moved_nbytes, rates)
-        return PlannedForm(record, profile, alone, _plan(record, alone, limits, rates, passes), limits, rates, passes)
+        found = _plan(record, alone, limits, rates, with_blocks=bool(config.recompute) and passes >= _MEASURED)
+        return PlannedForm(record, profile, alone, found, limits, rates, passes)
 
     def _limits_of(self, record: PassRecord) -> dict[torch.device, int]:
         return {
@@ -405,12 +415,13 @@ def _plan(
     profile: StepProfile,
     limits: Mapping[torch.device, int],
     rates: TransferRates,
-    passes: int,
+    *,
+    with_blocks: bool,
 ) -> OffloadPlan:
-    """The plan of a pass. Each device has a limit, and the disk is the same. Nothing is computed again before enough
-    passes were measured, or if tensors are on several devices."""
-    if len(limits) == 1 and passes >= _MEASURED:
-        return plan_with_blocks(profile, *limits.values(), rates)
+    """The plan of a pass. Each device has a limit, and the disk is the same. Nothing is computed again without blocks,
+    or if tensors are on several devices."""
+    if len(limits) == 1 and with_blocks:
+        return plan_with_blocks(profile, next(iter(limits.values())), rates)
     out: set[int] = set()
     for device, limit in limits.items():
         there = [index for index, one in enumerate(record.tensors) if one.device == device]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from itertools import accumulate
 
 from fastensor.offload.scheduler import (
@@ -49,7 +49,7 @@ def plan_with_blocks(profile: StepProfile, limit: int, rates: TransferRates) -> 
     if best.out:
         for order in _orders(profile):
             best = min(best, _best_beginning(order, tried.plan), key=badness)
-        best = _exchanged(best, tried.plan, len(profile.blocks))
+        best = _exchanged(best, tried.plan, _worth_computing(profile))
     return tried.improved(best)
 
 
@@ -226,9 +226,15 @@ def kept_nbytes(profile: StepProfile, out: Set[int], blocks: Set[int]) -> int:
 
 def _orders(profile: StepProfile) -> Iterator[list[int]]:
     """Orders in which blocks are chosen."""
-    blocks = [block for block in range(len(profile.blocks)) if _gain(profile, block) > 0]
+    blocks = _worth_computing(profile)
     yield blocks
     yield sorted(blocks, key=lambda block: _gain(profile, block), reverse=True)
+
+
+def _worth_computing(profile: StepProfile) -> list[int]:
+    """Blocks that save more than their inputs. Those that cannot be computed again save nothing, as far as it is
+    known."""
+    return [block for block in range(len(profile.blocks)) if _gain(profile, block) > 0]
 
 
 def _gain(profile: StepProfile, block: int) -> float:
@@ -253,7 +259,7 @@ def _best_beginning(order: list[int], plan: Callable[[frozenset[int]], OffloadPl
     return of_first(best)
 
 
-def _exchanged(best: OffloadPlan, plan: Callable[[frozenset[int]], OffloadPlan], blocks: int) -> OffloadPlan:
+def _exchanged(best: OffloadPlan, plan: Callable[[frozenset[int]], OffloadPlan], blocks: Sequence[int]) -> OffloadPlan:
     """The plan after single blocks have changed sides, as long as that makes it better."""
-    found = min((plan(best.recomputed ^ {block}) for block in range(blocks)), key=badness, default=best)
+    found = min((plan(best.recomputed ^ {block}) for block in blocks), key=badness, default=best)
     return best if badness(found) >= badness(best) else _exchanged(found, plan, blocks)
