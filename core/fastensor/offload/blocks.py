@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from numbers import Number
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from fastensor.errors import OffloadError
 from fastensor.files.replacing import replace_attribute
+
+Place: TypeAlias = tuple[nn.Module, str]
+"""A module, and the name of one of its buffers."""
+_VALUES = (torch.Tensor, Number, str, bytes, Enum, type, type(None), torch.Size, torch.dtype, torch.device)
+"""Classes of arguments that a block cannot change, but for tensors, whose changes are found."""
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.Module]:
     """The blocks of a model, by name: none of them is inside of another one.
 
     Args:
-        model: the model.
-        patterns: of names of modules (``fnmatch``). Without any, modules of one class that a ``ModuleList`` or
-            ``Sequential`` has several of, if they have modules themselves.
+        model: the model, which is no block itself.
+        patterns: of names of modules (``fnmatch``). Lists of modules that others call are left out. Without any
+            pattern, modules of one class that a ``ModuleList`` or ``Sequential`` has several of, if they have modules
+            themselves; and in place of ``Sequential`` ones, the blocks in them.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), *(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(2)))
     >>> list(find_blocks(model)), list(find_blocks(model, ["0"]))
@@ -31,17 +42,42 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{outer}.") for outer in found)
-        if not is_inside and (id(module) in repeated or any(fnmatchcase(name, pattern) for pattern in patterns)):
+        is_named = name and _has_forward(module) and any(fnmatchcase(name, pattern) for pattern in patterns)
+        if not is_inside and (id(module) in repeated or is_named):
             found[name] = module
     return found
 
 
-def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a list that have modules themselves, and others of their class beside them."""
-    if isinstance(module, nn.ModuleList | nn.Sequential):
-        children = [one for one in module.children() if next(one.children(), None) is not None]
-        kinds = [type(one) for one in children]
-        yield from (one for one in children if kinds.count(type(one)) > 1)
+def _repeated(module: nn.Module | None) -> list[nn.Module]:
+    """The blocks in a list: others of their class are beside them, or they are there several times."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return []
+    children = [one for one in module._modules.values() if one is not None and _may_be_block(one)]
+    kinds = [type(one) for one in children]
+    return [one for one in children if kinds.count(type(one)) > 1]
+
+
+def _may_be_block(module: nn.Module) -> bool:
+    is_scripted = isinstance(module, torch.jit.ScriptModule)
+    return any(True for _ in module.children()) and _has_forward(module) and not (is_scripted or _holds_blocks(module))
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """True for a ``Sequential`` of blocks, such as a stage of a network."""
+    is_sequence = type(module) is nn.Sequential
+    return is_sequence and (bool(_repeated(module)) or any(_holds_blocks(one) for one in module.children()))
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """False for a list of modules, which nobody calls."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
+def inputs_of(args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[list[torch.Tensor], bool]:
+    """The tensors that a block is called with, those in tuples, lists and dicts included; and whether it gets nothing
+    else that it could change, such as a cache of keys and values."""
+    leaves, _ = tree_flatten((args, dict(options)))
+    return [one for one in leaves if isinstance(one, torch.Tensor)], all(isinstance(one, _VALUES) for one in leaves)
 
 
 class RunsBlocks(Protocol):
@@ -49,6 +85,18 @@ class RunsBlocks(Protocol):
 
     def run_block(self, block: Block, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """What the block's forward pass returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What a forward pass of a block depends on, beside its arguments, when it begins."""
+
+    modes: tuple[bool, ...]
+    """Of each module, whether it is in training."""
+    versions: tuple[int, ...]
+    """Of each parameter."""
+    buffers: Mapping[Place, torch.Tensor]
+    """Copies of those that the forward pass has changed before, and the others themselves."""
 
 
 class Block:
@@ -63,12 +111,16 @@ class Block:
 
     def __init__(self, name: str, module: nn.Module, current: Callable[[], RunsBlocks | None]) -> None:
         self.name = name
-        self.forward = module.forward
+        self.forward = self.__wrapped__ = module.forward  # whose signature is this one's for inspect
+        self.is_pure = True
+        """False if the forward pass, or what came after it, has changed an input in place; or if it has communicated
+        with other processes, of which not each may compute it again."""
         self._module = module
         self._current = current
-        self._changing: set[tuple[nn.Module, str]] = set()
-        """The buffers that the forward pass has changed so far."""
-        self.undo = replace_attribute(module, "forward", self)
+        self._changing: dict[tuple[bool, ...], set[Place]] = {}
+        """The buffers that forward passes have changed so far, by the modes of the modules."""
+        self._is_removed = False
+        self._undo = replace_attribute(module, "forward", self)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling() or (current := self._current()) is None:
@@ -78,13 +130,34 @@ class Block:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[object, str]]:
         return getattr, (nullcontext(self.forward), "enter_result")
 
+    def remove(self) -> None:
+        """Have the module's own ``forward`` again. If something else has replaced it since, that stays, and calls the
+        original through this one."""
+        self._is_removed = True
+        while isinstance(top := vars(self._module).get("forward"), Block) and top._is_removed:
+            top._undo()
+
+    @property
+    def can_be_recomputed(self) -> bool:
+        """True if nothing forbids it, and it is known which buffers the forward pass changes."""
+        return self.is_pure and _modes(self._modules()) in self._changing
+
     def run(self, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """Run the forward pass, and note which buffers it changes."""
-        before = list(self._buffers())
+        """Run the forward pass, and note which buffers it changes, and whether it communicates."""
+        modules, communicated = self._modules(), _communications()
+        known = self._changing.get(modes := _modes(modules))
+        before = _buffers(modules)
+        copies = {place: one.clone() if known is None else one for place, one in before.items()}
+        versions = {place: _version(one) for place, one in before.items()}
         result = self.forward(*args, **options)
-        for (place, tensor, version), (_, now, changed) in zip(before, self._buffers(), strict=False):
-            if now is not tensor or changed != version:
-                self._changing.add(place)
+        after = _buffers(modules)
+        same = {
+            place
+            for place, one in after.items()
+            if before.get(place) is one and versions[place] == _version(one) and _equal(copies[place], one)
+        }
+        self._changing[modes] = (known or set()) | (before.keys() - same)
+        self.is_pure &= _communications() == communicated
         return result
 
     def run_for_inputs(
@@ -95,47 +168,129 @@ class Block:
 
         Args:
             args: of the forward pass.
-            options: its keyword arguments. Tensors among them are saved as the others are.
+            options: its keyword arguments.
             note: is told the name of the block, and when it began to be computed again.
-        """
-        names = [name for name, value in options.items() if isinstance(value, torch.Tensor)]
-        before = {place: self._value(place).clone() for place in self._changing}
-        first = iter((True,))
 
-        def forward(*values: Any) -> Any:
-            inner = {**options, **dict(zip(names, values[len(args) :], strict=True))}
-            if next(first, False):
-                return self.run(values[: len(args)], inner)
+        Raises:
+            OffloadError: the forward pass has changed a buffer in place that it had never changed before, and may have
+                read.
+            RuntimeError: in the backward pass, if a parameter was changed in place.
+        """
+        leaves, form = tree_flatten((tuple(args), dict(options)))
+        places = [index for index, one in enumerate(leaves) if isinstance(one, torch.Tensor)]
+        tensors = [leaves[index] for index in places]
+        for index in places:
+            leaves[index] = None  # the checkpoint saves tensors; nothing else is to keep their memory
+        state, given = self._state(), [(args, options)]
+
+        def forward(*values: torch.Tensor) -> Any:
+            if given:
+                return self._run_first(state, *given.pop())
+            args, options = tree_unflatten(_replaced(leaves, zip(places, values, strict=True)), form)
             started = time.perf_counter()
-            with self._buffers_as_before(before):
+            with self._as_it_was(state):
                 try:
-                    return self.forward(*values[: len(args)], **inner)
+                    return self.forward(*args, **options)
                 finally:
                     note(self.name, started)
 
-        return checkpoint(forward, *args, *(options[name] for name in names), use_reentrant=False)
+        return checkpoint(forward, *tensors, use_reentrant=False)
 
-    def _buffers(self) -> Iterator[tuple[tuple[nn.Module, str], torch.Tensor, int]]:
-        for module in self._module.modules():
-            for name, value in module._buffers.items():
-                if value is not None:
-                    yield (module, name), value, 0 if value.is_inference() else value._version
+    def _state(self) -> _State:
+        modules = self._modules()
+        changing = self._changing[modes := _modes(modules)]
+        buffers = {place: one.clone() if place in changing else one for place, one in _buffers(modules).items()}
+        return _State(modes, _versions(self._module), buffers)
 
-    @staticmethod
-    def _value(place: tuple[nn.Module, str]) -> torch.Tensor:
-        module, name = place
-        value = module._buffers[name]
-        assert value is not None
-        return value
+    def _run_first(self, state: _State, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        known = set(self._changing[state.modes])
+        result = self.run(args, options)
+        after = _buffers(self._modules())
+        for module, name in self._changing[state.modes] - known:
+            if after.get((module, name)) is state.buffers[module, name]:
+                raise OffloadError(
+                    f"block {self.name!r} has changed the buffer {name!r} of {type(module).__name__} in place for the "
+                    "first time, in a step in which it is to be computed again, for which the buffer's values from "
+                    "before are gone. Name blocks that do no such thing by recompute=(...)"
+                )
+        return result
 
     @contextmanager
-    def _buffers_as_before(self, values: Mapping[tuple[nn.Module, str], torch.Tensor]) -> Iterator[None]:
-        """Have buffers as they were before the forward pass, and then as they are now."""
-        now = {place: self._value(place) for place in values}
+    def _as_it_was(self, state: _State) -> Iterator[None]:
+        """Have buffers and modes as they were before the forward pass, and then as they are now.
+
+        Raises:
+            RuntimeError: a parameter was changed in place.
+        """
+        if _versions(self._module) != state.versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter of {self.name!r}, which is computed again (recompute in fastensor's OffloadConfig)"
+            )
+        modules, changing = self._modules(), self._changing[state.modes]
+        modes, buffers = _modes(modules), _buffers(modules)
         try:
-            for (module, name), value in values.items():
-                module._buffers[name] = value.clone()
+            _set_modes(modules, state.modes)
+            _set_buffers({place: state.buffers[place].clone() for place in changing & state.buffers.keys()})
             yield
         finally:
-            for (module, name), value in now.items():
-                module._buffers[name] = value
+            _set_modes(modules, modes)
+            _set_buffers({place: buffers[place] for place in changing & buffers.keys()})
+
+    def _modules(self) -> tuple[nn.Module, ...]:
+        """The block, and the modules in it now."""
+        return tuple(self._module.modules())
+
+
+def _buffers(modules: Iterable[nn.Module]) -> dict[Place, torch.Tensor]:
+    named = ((module, name, value) for module in modules for name, value in module._buffers.items())
+    return {(module, name): value for module, name, value in named if value is not None}
+
+
+def _equal(copy: torch.Tensor, now: torch.Tensor) -> bool:
+    """True if a buffer has the values of its copy, or there is none. Batch norms change theirs without counting it."""
+    return copy is now or (type(now) in (torch.Tensor, nn.Buffer) and not now.is_meta and torch.equal(copy, now))
+
+
+def _set_buffers(values: Mapping[Place, torch.Tensor]) -> None:
+    for (module, name), value in values.items():
+        module._buffers[name] = value
+
+
+def _modes(modules: Iterable[nn.Module]) -> tuple[bool, ...]:
+    return tuple(one.training for one in modules)
+
+
+def _set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
+    for one, mode in zip(modules, modes, strict=False):  # some may have been added
+        if one.training != mode:
+            one.training = mode
+
+
+def _versions(module: nn.Module) -> tuple[int, ...]:
+    return tuple(_version(one) for one in module.parameters())
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """The number of a tensor's in-place changes. Nobody counts those of inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _replaced(values: Sequence[Any], others: Iterable[tuple[int, Any]]) -> list[Any]:
+    """Values, of which those at some indices are others."""
+    found = list(values)
+    for index, value in others:
+        found[index] = value
+    return found
+
+
+def _communications() -> tuple[int, ...] | object:
+    """The number of operations that each process group has begun; something else each time if a group counts none."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return ()
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    backends = (group._get_backend(device) for group in groups for device in group._device_types)
+    try:
+        return tuple(one._get_sequence_number_for_group() for one in backends)  # type: ignore[attr-defined]  # not in stubs
+    except RuntimeError:
+        return object()

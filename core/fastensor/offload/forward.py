@@ -170,31 +170,35 @@ class ForwardPass:
         self.record.form = hash((self.record.form, self._scope))
         return self._scope
 
-    def begin_block(self, name: str, inputs: Sequence[tuple[int, torch.dtype, torch.device]]) -> BlockRecord:
+    def begin_block(
+        self, name: str, inputs: Sequence[tuple[int, torch.dtype, torch.device, bool]], *, is_pure: bool
+    ) -> BlockRecord:
         """Note that a block of the model is about to begin.
 
         Args:
             name: of the block.
-            inputs: bytes, dtypes and devices of what would be saved of its inputs.
+            inputs: bytes, dtypes and devices of what would be saved of its inputs; and whether the bytes count: those
+                that several blocks get count once.
+            is_pure: see :class:`BlockRecord`.
         """
         record, number = self.record, len(self.record.blocks)
         if not number:
             record.opening = hash((self._scope, *inputs))
         self._outside, self._block = self._scope, number
         self._scope = hash((number, _INPUTS, record.opening))
-        marks = [(self.mark(*one), one[0]) for one in inputs]
-        record.blocks.append(block := BlockRecord(name, inputs=marks))
+        marks = [(self.mark(nbytes, dtype, device), nbytes * counts) for nbytes, dtype, device, counts in inputs]
+        record.blocks.append(block := BlockRecord(name, inputs=marks, is_pure=is_pure))
         return block
 
-    def run_block(self, clock: float) -> bool:
+    def run_block(self, clock: float, *, can_be_recomputed: bool) -> bool:
         """Note that the block runs.
 
         Returns:
-            Whether it saves its inputs only.
+            Whether it saves its inputs only, as was planned.
         """
         assert self._block is not None
         self.record.blocks[self._block].begun_at = clock
-        saves_inputs = self._block in self.record.recomputed
+        saves_inputs = can_be_recomputed and self._block in self.record.recomputed
         self._scope = hash((self._block, _INPUTS if saves_inputs else _ALL, self.record.opening))
         return saves_inputs
 

@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastensor.backends.streams import event_now, used_on_current, wait_for
-from fastensor.offload.blocks import Block
+from fastensor.offload.blocks import Block, inputs_of
 from fastensor.offload.codecs import LOSSY, sampled_ratio
 from fastensor.offload.copying import page_offset_of
 from fastensor.offload.engine import NOTHING, OffloadEngine
@@ -155,8 +155,10 @@ class StepHooks:
         """Ranges that were known when the latest record began, and that it has saved since."""
         self._is_in_block = False
         """True in a block of the model, blocks that this one calls included."""
-        self._inputs: list[tuple[BlockRecord, weakref.ref[torch.Tensor], int]] = []
-        """Inputs of the blocks of the pass, with their versions, as long as nothing is computed again."""
+        self._inputs: list[tuple[Block, BlockRecord, Callable[[], torch.Tensor | None], int]] = []
+        """For each input of a block of the pass: the block, what has the version counter, and the version."""
+        self._given = weakref.WeakValueDictionary[int, torch.Tensor]()
+        """Inputs of the blocks of the pass, by ``id``."""
         self._is_lossy = not LOSSY.keys().isdisjoint(engine.config.codecs)
 
     def pack(self, tensor: torch.Tensor) -> PackedTensor:
@@ -215,7 +217,8 @@ class StepHooks:
     def _begin_record(self) -> None:
         """Record what is saved next as a pass of its own."""
         self._forward, self._saved_nbytes, self._remembered = None, 0, self._count_known()
-        self._inputs.clear()
+        self._note_changed_inputs()
+        self._given.clear()
 
     def run_block(self, block: Block, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """What a block of the model returns. By plan it saves its inputs only, and is computed again."""
@@ -223,8 +226,7 @@ class StepHooks:
             return block.forward(*args, **options)
         self._is_in_block = True
         try:
-            inputs = [one for one in (*args, *options.values()) if isinstance(one, torch.Tensor)]
-            with self._in_block(block.name, inputs) as saves_inputs:
+            with self._in_block(block, args, options) as saves_inputs:
                 if saves_inputs is None:
                     return block.forward(*args, **options)
                 if saves_inputs:
@@ -234,43 +236,59 @@ class StepHooks:
             self._is_in_block = False
 
     @contextmanager
-    def _in_block(self, name: str, inputs: Sequence[torch.Tensor]) -> Iterator[bool | None]:
+    def _in_block(self, block: Block, args: tuple[Any, ...], options: Mapping[str, Any]) -> Iterator[bool | None]:
         """A block of the model, which saves its inputs only, or what it saves itself; None if the pass is not
         examined."""
         if self._is_over:
             self._begin_pass()
-        if self._unexamined is not None or self._is_rest or not inputs:
+        inputs, is_pure = inputs_of(args, options) if self._unexamined is None and not self._is_rest else ([], False)
+        if not inputs:
             yield None
             return
         started, device = time.perf_counter(), max(inputs, key=nbytes_of).device
-        self._note_changed_inputs()
-        forward = self._current_forward(self._engine.swapper(device))
-        spans = [(*self._why_kept(one, nbytes_of(one)), one) for one in inputs]
-        saved = [(len(span), one.dtype, one.device) for reason, span, one in spans if not reason]
-        record = forward.begin_block(name, saved)
-        if record is forward.record.blocks[0]:
-            self._engine.planner.choose_blocks(forward.record)
-        self._inputs += [(record, weakref.ref(one), one._version) for one in inputs if not one.is_inference()]
+        with self._engine.guarded(swapper := self._engine.swapper(device)):
+            forward = self._begin_block(block, inputs, swapper, is_pure=is_pure)
         self._note_time(started)
         try:
             _await_measured(forward, device)
-            yield forward.run_block(time.perf_counter() - self._seconds_in_hooks)
+            can_be = is_pure and block.can_be_recomputed
+            yield forward.run_block(time.perf_counter() - self._seconds_in_hooks, can_be_recomputed=can_be)
         finally:
             _await_measured(forward, device)
             forward.end_block(time.perf_counter() - self._seconds_in_hooks)
 
+    def _begin_block(
+        self, block: Block, inputs: Sequence[torch.Tensor], swapper: Swapper, *, is_pure: bool
+    ) -> ForwardPass:
+        """The forward pass in which a block begins."""
+        saved = []
+        for one in inputs:
+            reason, span = self._why_kept(one, nbytes_of(one))
+            if not reason:
+                saved.append((len(span), one.dtype, one.device, id(one) not in self._given))
+            self._given[id(one)] = one
+        forward = self._current_forward(swapper)
+        record = forward.begin_block(block.name, saved, is_pure=is_pure and block.is_pure)
+        if record is forward.record.blocks[0]:
+            self._engine.planner.choose_blocks(forward.record)
+        counted = (one for one in inputs if not one.is_inference())
+        self._inputs += [(block, record, _versioned(one), one._version) for one in counted]
+        return forward
+
     def _note_changed_inputs(self) -> None:
-        """Note which blocks cannot be computed again, because inputs were changed since they began."""
-        for block, reference, version in self._inputs:
-            if (one := reference()) is not None and one._version != version:
+        """Note which blocks cannot be computed again, because inputs were changed since they began. Forget the
+        inputs."""
+        for block, record, versioned, version in self._inputs:
+            if (one := versioned()) is not None and one._version != version:
                 block.is_pure = False
+            record.is_pure &= block.is_pure
+        self._inputs.clear()
 
     def unpack(self, packed: PackedTensor) -> torch.Tensor:
         """The tensor that autograd needs again."""
         if not self._is_over:
             self._is_over = True
             self._note_changed_inputs()
-            self._inputs.clear()
         self._note_pass("backward")
         held, forward = packed.held, packed.forward
         if forward is None:
@@ -336,6 +354,7 @@ class StepHooks:
         self, tensor: torch.Tensor, span: range, swapper: Swapper, counts: dict[str, int], kept: dict[str, int]
     ) -> PackedTensor:
         forward = self._current_forward(swapper)
+        mark = forward.mark(len(span), tensor.dtype, tensor.device)
         shared = self._known_handle(tensor, span)
         if shared is not None and (shared.saved is None or shared.forward.swapper is swapper):
             if shared.saved is not None:
@@ -343,7 +362,6 @@ class StepHooks:
                 counts["shared_bytes"] = len(span)
             known = shared.position if shared.forward is forward else None
             return PackedTensor.of(tensor, shared, forward, forward.add_again(known, shared.saved, self._clock))
-        mark = forward.mark(len(span), tensor.dtype, tensor.device)
         if mark in swapper.externally_referenced:
             kept["externally referenced"] = len(span)
             forward.add(None, forward.record.nothing(self._clock))
@@ -473,6 +491,14 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     found = tensor.detach()
     found.data = empty(tensor.dtype, tensor.device)
     return found
+
+
+def _versioned(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """Gives what has the version counter of ``tensor`` and no memory; or else ``tensor``, as long as it is alive."""
+    if reason_to_keep(tensor) in ("subclass", "layout") or storage_of(tensor) is None:
+        return weakref.ref(tensor)
+    versioned = _without_memory(tensor)
+    return lambda: versioned
 
 
 def _with_version_counter(versioned: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

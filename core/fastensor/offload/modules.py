@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import weakref
@@ -10,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from fastensor.errors import OffloadError
 from fastensor.offload.blocks import Block, RunsBlocks, find_blocks
 from fastensor.offload.config import Recompute
+
+_logger = logging.getLogger("fastensor")
 
 
 def decision(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool | None:
@@ -163,13 +167,20 @@ class AttachedModel:
                 raise ValueError(f"no module of {kind} is called {pattern!r}; there are {some}")
         decisions = {name: decision(name, include, exclude) for name in modules}
         decided = {name: modules[name] for name, wanted in decisions.items() if wanted is not None}
-        _refuse_scripted(decided)
+        blocks = find_blocks(model, patterns) if recompute else {}
+        _refuse_scripted(decided | blocks)
+        if recompute and not blocks:
+            _logger.warning(
+                "no blocks of %s can be computed again: 'auto' looks for modules of one class in a ModuleList or "
+                "Sequential. Name others by patterns, as in recompute=('encoder.*',)",
+                type(model).__name__,
+            )
         for name, module in decided.items():
             enter = _Hook(partial(self._enter, decisions[name] is True))
             self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
             self._handles.append(module.register_forward_hook(_Hook(self._leave), always_call=True))
-        blocks = find_blocks(model, patterns) if recompute else {}
-        _refuse_scripted(blocks)
+        if blocks:  # torch's checkpoint imports this when it is called first, when memory may be short
+            import_module("torch._dynamo")
         self.blocks = [Block(name, module, self._current_step) for name, module in blocks.items()]
         """Those that may be computed again."""
 
@@ -201,7 +212,7 @@ class AttachedModel:
         while self._handles:
             self._handles.pop().remove()
         while self.blocks:
-            self.blocks.pop().undo()
+            self.blocks.pop().remove()
 
     def _enter(self, wanted: bool, module: nn.Module, arguments: Any) -> None:
         self._running.stack.append((module, wanted))
