@@ -305,7 +305,7 @@ class PreparedOffloads:
             if known.is_checked or not (found := known.offload.statistics()).steps:
                 continue
             known.is_checked = True
-            if not (found.offloaded or found.everything_fits):
+            if not (found.offloaded or found.recomputed or found.everything_fits):
                 kind, words = type(known.model).__name__, found.in_words(known.offload.config)
                 _logger.warning("activation offload of %s, after the first backward pass: %s", kind, words)
         if not self._said_none and not any(known.is_checked for known in self._models):
@@ -337,7 +337,7 @@ class PreparedOffloads:
             found, kind = known.offload.statistics(), type(known.model).__name__
             detach(known.model)
             words = found.in_words(known.offload.config)
-            if found.offloaded or found.everything_fits:
+            if found.offloaded or found.recomputed or found.everything_fits:
                 if self._accelerator.is_main_process:
                     print(f"fastensor: activation offload of {kind}: {words}", file=sys.stderr)
             elif found.steps:

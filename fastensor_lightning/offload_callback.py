@@ -163,7 +163,7 @@ class SSDActivationOffload(Callback):
         self._stop()
         if offload is None or self.statistics is None or self._is_dry_run:
             return
-        if self.statistics.offloaded or self.statistics.everything_fits:
+        if self.statistics.offloaded or self.statistics.recomputed or self.statistics.everything_fits:
             say(trainer, f"activation offload{of_rank(trainer)}: {self.statistics.in_words(self.config)}")
         else:
             _logger.warning("activation offload: %s", self.statistics.in_words(self.config))
@@ -205,7 +205,7 @@ class SSDActivationOffload(Callback):
                 "train_step_context",
                 type(trainer.strategy).__name__,
             )
-        elif not (found.offloaded or found.everything_fits):
+        elif not (found.offloaded or found.recomputed or found.everything_fits):
             _logger.warning("activation offload, after the first batch: %s", found.in_words(self.config))
 
 

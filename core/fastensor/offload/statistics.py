@@ -413,13 +413,17 @@ class PlanReport:
         """What happens to blocks, if there are any."""
         if not self.blocks:
             return
-        again = [one for one in self.blocks if one.is_recomputed]
-        names = f"{self.blocks[0].name} to {self.blocks[-1].name}"
-        found = f"{counted(len(self.blocks), 'blocks')} ({names}) can be computed again: {len(again) or 'none'} of them"
+        able, again = [one for one in self.blocks if one.nbytes], [one for one in self.blocks if one.is_recomputed]
+        found = f"{len(able) or 'none'} of {counted(len(self.blocks), 'blocks')} ({self.blocks[0].name} to "
+        found += f"{self.blocks[-1].name}) can be computed again, and {len(again) or 'none'} of them "
+        found += "is" if len(again) == 1 else "are"
         if again:
             leave = sum(one.inputs_leave for one in again)
             found += f", for {human_size(self.recomputed_bytes)}; that takes "
             found += f"{human_seconds(self.prediction.recompute_seconds)}; the inputs of {leave or 'none'} leave memory"
+        if len(able) < len(self.blocks):
+            found += ". The others save nothing, change their inputs in place, get objects that they may change, or "
+            found += "wait for other processes"
         yield found
 
     def _other_ways(self) -> Iterator[str]:
@@ -515,7 +519,7 @@ def _twice(form: PlannedForm) -> Prediction | None:
     """Prediction of a step with twice the batch; None if tensors are on several devices."""
     if len(form.limits) != 1:
         return None
-    return plan_with_blocks(scaled(form.profile, 2), *form.limits.values(), form.rates).prediction
+    return plan_with_blocks(scaled(form.profile, 2), next(iter(form.limits.values())), form.rates).prediction
 
 
 def estimate_of(plan: PlanReport, write_bandwidth: float, read_bandwidth: float, tbw: float | None) -> OffloadEstimate:
