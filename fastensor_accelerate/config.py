@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Self, cast
+from typing import Any, Literal, NoReturn, Self, cast
 
 from fastensor.backends import registry
 from fastensor.checkpoint.asynchronous.settings import WriterSettings
@@ -143,6 +143,12 @@ class FastensorConfig:
         "--fastensor_offload_exclude",
         "patterns of names of modules whose activations stay in memory, separated by commas",
     )
+    offload_recompute: tuple[str, ...] | Literal["auto", False] = _option(
+        (),
+        "--fastensor_offload_recompute",
+        "blocks of models that may be computed again, where that costs less than to move what they save: auto, or "
+        "patterns of names of modules, separated by commas; default: none",
+    )
     offload_codecs: tuple[str, ...] = _option(
         (),
         "--fastensor_offload_codecs",
@@ -156,6 +162,8 @@ class FastensorConfig:
     __repr__ = record_repr
 
     def __post_init__(self) -> None:
+        if self.offload_recompute in ("auto", False):  # as OffloadConfig takes it
+            object.__setattr__(self, "offload_recompute", ("auto",) if self.offload_recompute else ())
         for option in dataclasses.fields(self):
             value = getattr(self, option.name)
             if isinstance(value, str) and _is_size(option):
@@ -200,8 +208,11 @@ class FastensorConfig:
                 "trace",
             )
         }
-        schedule = _schedule(self.offload_schedule)
-        return OffloadConfig(schedule=schedule, **{name: value for name, value in given.items() if value is not None})
+        return OffloadConfig(
+            schedule=_schedule(self.offload_schedule),
+            recompute="auto" if self.offload_recompute == ("auto",) else self.offload_recompute or False,
+            **{name: value for name, value in given.items() if value is not None},
+        )
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any], where: str = SECTION) -> Self:

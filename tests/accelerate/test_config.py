@@ -98,7 +98,7 @@ def test_all_options_go_through_the_environment() -> None:
         offload_directories=("/ssd 1", "ssd2"), offload_min_bytes=1 << 20, offload_dram_bytes=0,
         offload_ssd_bytes=1 << 40,
         offload_include=("layers.*",), offload_exclude=("*.head", "x"), offload_codecs=("csr", "fp16"),
-        offload_trace="/a trace.json",
+        offload_recompute=("layers.?", "head"), offload_trace="/a trace.json",
     )  # fmt: skip
     os.environ.update(options.to_environment())
     assert handed_over() == options
@@ -137,6 +137,7 @@ def test_defaults_are_not_written_as_none() -> None:
         ({"offload_directories": 3}, "offload_directories is a list of texts, found 3"),
         ({"offload_include": ["a", 3]}, "offload_include is a list of texts"),
         ({"offload_codecs": "csr,zip"}, r"offload_codecs are some of .*'zip'"),
+        ({"offload_recompute": True}, "offload_recompute is a list of texts, found True"),
         ({"offload_trace": 3}, "offload_trace is str | None, found 3"),
     ],
 )
@@ -167,6 +168,23 @@ def test_offload_options_are_those_of_the_core() -> None:
     assert FastensorConfig().offload_config() == OffloadConfig()
     read = FastensorConfig.from_mapping({"offload_codecs": "csr, bf16", "offload_trace": "t.json"})
     assert read.offload_config() == OffloadConfig(codecs=("csr", "bf16"), trace="t.json")
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [("auto", "auto"), ("a.*, b", ("a.*", "b")), (["a"], ("a",)), (["auto"], "auto"), (False, False), ("", False)],
+)
+def test_blocks_that_may_be_computed_again(value: Any, wanted: Any) -> None:
+    """In YAML, flags and the environment."""
+    found = FastensorConfig.from_mapping({"offload_recompute": value})
+    assert found.offload_config() == OffloadConfig(recompute=wanted)
+    os.environ.update(found.to_environment())
+    assert handed_over() == found
+
+
+def test_blocks_that_may_be_computed_again_in_code() -> None:
+    assert FastensorConfig(offload_recompute="auto").offload_config() == OffloadConfig(recompute="auto")
+    assert FastensorConfig(offload_recompute=False) == FastensorConfig()
 
 
 @pytest.mark.parametrize(
@@ -221,12 +239,13 @@ def test_every_option_has_a_flag(command: Command) -> None:
         "--fastensor_staging_bytes", "8388608", "--fastensor_max_bytes_per_second", "1e9",
         "--fastensor-exit-seconds", "3", "--fastensor_preemption_seconds=2", "--fastensor_offload",
         "--fastensor_offload_codecs", "csr", "--fastensor_offload_trace", "trace.json",
+        "--fastensor_offload_recompute", "auto",
     ]  # fmt: skip
     command("launch", "--cpu", *flags, "train.py")
     assert handed_over() == FastensorConfig(
         backend="numpy", durable=False, verify=False, asynchronous=True, staging_bytes=1 << 23,
         max_bytes_per_second=1e9, exit_seconds=3, preemption_seconds=2, offload=True, offload_codecs=("csr",),
-        offload_trace="trace.json",
+        offload_trace="trace.json", offload_recompute="auto",
     )  # fmt: skip
 
 
