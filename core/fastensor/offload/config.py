@@ -100,8 +100,11 @@ class OffloadConfig:
     or is computed again, and whether the inputs of such a block stay or leave. Nothing is computed again if everything
     fits, or with ``"all"``. It is done by torch's non-reentrant checkpoint (``torch.utils.checkpoint``): gradients are
     the same to the last bit, dropout included, and buffers (statistics of batch norms) change once. What a block does
-    besides happens twice: do not name blocks that count in Python, or append losses to a list. Blocks that change their
-    inputs in place are left alone, and so are blocks inside of what ``torch.compile`` compiles; compile each block."""
+    besides happens twice: do not name blocks that count in Python, or append losses to a list of theirs.
+
+    Left alone are blocks that change an input in place, or whose input is changed in place afterwards; that get objects
+    which they may change, such as caches; in which processes wait for each other; and those inside of what
+    ``torch.compile`` compiles: compile each block."""
     codecs: tuple[Codec, ...] = ()
     """Codecs that make tensors smaller before they go to the SSD, at a cost in time of the host's processors.
 
