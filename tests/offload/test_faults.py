@@ -20,6 +20,8 @@ from unittest import mock
 import pytest
 import torch
 from models import CASES, equal, gradients, in_threads, large, slot_files
+from recomputing import MEASURED, plans_that_recompute
+from torch import nn
 
 import fastensor
 from fastensor.backends import direct, numpy
@@ -556,6 +558,47 @@ def test_interrupts_wherever_they_may_come(
     offload.close()
     assert len(os.listdir("/proc/self/fd")) == fds
     assert not threads_of_offloads() - threads
+
+
+@pytest.mark.parametrize("step", [41, pytest.param(1, marks=pytest.mark.torture)], ids=["sample", "all"])
+def test_interrupts_while_blocks_are_computed_again(
+    make: Any, tally: Any, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Or are noted, or are planned. Buffers and modes are those of the steps that were not interrupted, or of all."""
+    hear = sys.unraisablehook
+    monkeypatch.setattr(sys, "unraisablehook", lambda it: it.exc_type is KeyboardInterrupt or hear(it))  # of finalizers
+    inputs = torch.randn(64, 8)
+
+    def new_model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(3)))
+
+    def use(model: nn.Module, step: Callable[[], Any]) -> list[torch.Tensor]:
+        with step():
+            loss = model(inputs).square().sum()
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    expected, offload, model = use(new_model(), nullcontext), make(schedule=1 << 30, recompute="auto"), new_model()
+    offload.attach(model)
+    with plans_that_recompute():
+        for number in count(1, step):
+            for _ in range(MEASURED):
+                assert equal(use(model, offload.step), expected)
+            with interrupt(number) as seen, suppress(KeyboardInterrupt):
+                assert equal(use(model, offload.step), expected)
+            if not seen.fired:
+                break
+            tally["offload: interrupts"] += 1
+            assert equal(use(model, offload.step), expected)
+    assert number > 300
+    assert offload.statistics().recomputed > number / step
+    assert all(one.training for one in model.modules())
+    fresh = new_model()
+    for _ in range(int(model.get_buffer("0.1.num_batches_tracked"))):
+        fresh(inputs)
+    assert equal([one.float() for one in model[0].buffers()], [one.float() for one in fresh[0].buffers()])  # type: ignore[index]
+    offload.detach()
+    assert not any("forward" in vars(one) for one in model.modules())
 
 
 class Interrupt:

@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_models import act_as_rank
 from offload.lightning_callbacks import WrittenFirst
 from programs import free_port, run_ranks
+from recomputing import MEASURED, plans_that_recompute
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -221,6 +222,32 @@ def _train_on_two(rank: int, folder: Path) -> None:
     check(folder, "accumulation", sharded(), mesh, micro_batches=2)
     check(folder, "unsharded by hand", sharded(), mesh, by_hand=True)
     check(folder, "a method that is not forward", sharded(), mesh, encodes=True)
+    dist.destroy_process_group()
+
+
+def test_blocks_are_computed_again(tmp_path: Path) -> None:
+    """With the parameters that FSDP2 has gathered for the backward pass. Ranks need not do it alike."""
+    run_ranks(_recompute_on_two, 2, tmp_path)
+
+
+def _recompute_on_two(rank: int, folder: Path) -> None:
+    mesh = join(folder, rank, 2)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    config = OffloadConfig(schedule=1 << 30, min_bytes=1, directories=(str(folder),), recompute="auto")
+    ways: dict[str, tuple[Prepare, dict[str, Any]]] = {
+        "resharded": (sharded(), {}),
+        "unsharded until the backward pass": (sharded(reshard_after_forward=False), {}),
+        "mixed precision": (sharded(mp_policy=policy), {}),
+        "accumulation": (sharded(), {"micro_batches": 2}),
+        "unsharded by hand": (sharded(), {"by_hand": True}),
+        "the model alone": (lambda model, mesh: fully_shard(model, mesh=mesh) and None, {}),
+    }
+    for name, (prepare, options) in ways.items():
+        expected, *_ = train(prepare, mesh, None, **options)
+        with plans_that_recompute(lambda number: number != rank), ActivationOffload(config) as offload:
+            found, *_ = train(prepare, mesh, offload, **options)
+            assert offload.statistics().recomputed == 2 * (STEPS * options.get("micro_batches", 1) - MEASURED), name
+        assert all(map(torch.equal, found, expected)), name
     dist.destroy_process_group()
 
 

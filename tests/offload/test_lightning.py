@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from offload.lightning_callbacks import WrittenFirst
 from programs import free_port
+from recomputing import plans_that_recompute
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -165,6 +166,59 @@ def test_the_weights_are_the_same(tmp_path: Path, name: str) -> None:
     assert callback.statistics is not None
     assert callback.statistics.offloaded > 0
     assert callback.statistics.kept.get("parameter", 0) > 0
+
+
+class InBlocks(Net):
+    """Has blocks that can be computed again, with dropout and statistics of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 32), *(self.block() for _ in range(3)))
+
+    def block(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 32))
+
+
+RECOMPUTED: dict[str, tuple[dict[str, Any], int]] = {
+    "automatic": ({}, 10),
+    "accumulation": ({"accumulate_grad_batches": 4}, 10),
+    "bf16": ({"precision": "bf16-mixed"}, 10),
+    "anomalies": ({"detect_anomaly": True}, 10),
+}
+"""And the passes in which blocks are computed again: all of 12 but the first two."""
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_blocks_are_computed_again(tmp_path: Path, name: str) -> None:
+    options, passes = RECOMPUTED[name]
+    expected = trained(InBlocks, tmp_path, **options)
+    callback = SSDActivationOffload(schedule=1 << 30, min_bytes=1, recompute="auto")
+    with plans_that_recompute():
+        found = trained(InBlocks, tmp_path, callback, **options)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert callback.statistics is not None
+    assert callback.statistics.recomputed == 3 * passes
+
+
+def test_blocks_are_computed_again_in_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    options: dict[str, Any] = {"devices": 2, "strategy": "ddp_fork", "max_epochs": 2}
+    expected = trained(InBlocks, tmp_path, **options)
+    with plans_that_recompute():
+        callback = SSDActivationOffload(schedule=1 << 30, min_bytes=1, recompute="auto")
+        found = trained(InBlocks, tmp_path, callback, Recomputed(callback), **options)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+class Recomputed(pl.Callback):
+    """In the processes that train."""
+
+    def __init__(self, callback: SSDActivationOffload) -> None:
+        self.callback = callback
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        assert self.callback._offload is not None
+        assert self.callback._offload.statistics().recomputed > 0
 
 
 def test_codecs_and_a_trace(tmp_path: Path) -> None:
