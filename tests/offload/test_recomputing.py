@@ -266,6 +266,25 @@ def test_training_is_the_same(make: Any, name: str, how: str) -> None:
     assert not any(offload.memory_usage()[what] for what in ("pending", "in_dram", "on_ssd"))
 
 
+@pytest.mark.parametrize(
+    "options", [{"codecs": ("csr",)}, {"target": "dram", "dram_bytes": 16 << 20}, {"staging_bytes": 1 << 14}], ids=str
+)
+@pytest.mark.parametrize("staged", [False, True])
+def test_inputs_that_leave_by_other_ways(
+    make: Any, request: pytest.FixtureRequest, options: dict[str, Any], staged: bool
+) -> None:
+    if staged:
+        request.getfixturevalue("staged")
+    for name in ("keywords and tuples", "batch norms", "transformer"):
+        make_model, run = MODELS[name]
+        with plans_that_recompute(inputs_leave=True):
+            offload = make(schedule=1 << 30, recompute="auto", **options)
+            assert same(train(make_model, offload, run), train(make_model, None, run))
+        found = offload.statistics()
+        assert found.recomputed == BLOCKS * (STEPS - MEASURED)
+        assert (found.peak_dram_bytes if options.get("target") == "dram" and staged else found.peak_saved_bytes) > 0
+
+
 @pytest.mark.parametrize("share", [0.1, 0.4])
 def test_batches_of_ever_new_lengths(make: Any, share: float) -> None:
     """More of them than the planner remembers. The latest plan says which blocks are computed again."""
@@ -393,8 +412,9 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("inputs_leave", [False, True])
-def test_ways_of_training(make: Any, way: Callable[..., None], inputs_leave: bool) -> None:
-    make_model, _ = MODELS["perceptrons"]
+@pytest.mark.parametrize("name", ["perceptrons", "spectral norms"])
+def test_ways_of_training(make: Any, name: str, way: Callable[..., None], inputs_leave: bool) -> None:
+    make_model, _ = MODELS[name]
 
     def gradients(offload: ActivationOffload | None) -> list[Tensor]:
         torch.manual_seed(0)
@@ -406,7 +426,7 @@ def test_ways_of_training(make: Any, way: Callable[..., None], inputs_leave: boo
             torch.manual_seed(7)
             way(model, nullcontext if offload is None else offload.step)
             found += [one.grad.clone() for one in model.parameters() if one.grad is not None]
-        return found
+        return [*found, *(one.clone() for one in model.buffers())]
 
     expected = gradients(None)
     with plans_that_recompute(inputs_leave=inputs_leave):

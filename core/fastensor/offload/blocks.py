@@ -292,5 +292,5 @@ def _communications() -> tuple[int, ...] | object:
     backends = (group._get_backend(device) for group in groups for device in group._device_types)
     try:
         return tuple(one._get_sequence_number_for_group() for one in backends)  # type: ignore[attr-defined]  # not in stubs
-    except RuntimeError:
+    except (RuntimeError, AttributeError):  # as for backends of other packages
         return object()
