@@ -144,7 +144,10 @@ class Block:
 
     def run(self, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """Run the forward pass, and note which buffers it changes, and whether it communicates."""
-        modules, communicated = self._modules(), _communications()
+        return self._run(self._modules(), args, options)
+
+    def _run(self, modules: Sequence[nn.Module], args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        communicated = _communications()
         known = self._changing.get(modes := _modes(modules))
         before = _buffers(modules)
         copies = {place: one.clone() if known is None else one for place, one in before.items()}
@@ -181,11 +184,11 @@ class Block:
         tensors = [leaves[index] for index in places]
         for index in places:
             leaves[index] = None  # the checkpoint saves tensors; nothing else is to keep their memory
-        state, given = self._state(), [(args, options)]
+        state, given = self._state(modules := self._modules()), [(args, options)]
 
         def forward(*values: torch.Tensor) -> Any:
             if given:
-                return self._run_first(state, *given.pop())
+                return self._run_first(modules, state, *given.pop())
             args, options = tree_unflatten(_replaced(leaves, zip(places, values, strict=True)), form)
             started = time.perf_counter()
             with self._as_it_was(state):
@@ -196,16 +199,17 @@ class Block:
 
         return checkpoint(forward, *tensors, use_reentrant=False)
 
-    def _state(self) -> _State:
-        modules = self._modules()
+    def _state(self, modules: Sequence[nn.Module]) -> _State:
         changing = self._changing[modes := _modes(modules)]
         buffers = {place: one.clone() if place in changing else one for place, one in _buffers(modules).items()}
-        return _State(modes, _versions(self._module), buffers)
+        return _State(modes, _versions(modules), buffers)
 
-    def _run_first(self, state: _State, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        known = set(self._changing[state.modes])
-        result = self.run(args, options)
-        after = _buffers(self._modules())
+    def _run_first(
+        self, modules: Sequence[nn.Module], state: _State, args: Sequence[Any], options: Mapping[str, Any]
+    ) -> Any:
+        known = self._changing[state.modes]
+        result = self._run(modules, args, options)
+        after = _buffers(modules)
         for module, name in self._changing[state.modes] - known:
             if after.get((module, name)) is state.buffers[module, name]:
                 raise OffloadError(
@@ -222,12 +226,12 @@ class Block:
         Raises:
             RuntimeError: a parameter was changed in place.
         """
-        if _versions(self._module) != state.versions:
+        modules, changing = self._modules(), self._changing[state.modes]
+        if _versions(modules) != state.versions:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"parameter of {self.name!r}, which is computed again (recompute in fastensor's OffloadConfig)"
             )
-        modules, changing = self._modules(), self._changing[state.modes]
         modes, buffers = _modes(modules), _buffers(modules)
         try:
             _set_modes(modules, state.modes)
@@ -267,8 +271,9 @@ def _set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
             one.training = mode
 
 
-def _versions(module: nn.Module) -> tuple[int, ...]:
-    return tuple(_version(one) for one in module.parameters())
+def _versions(modules: Iterable[nn.Module]) -> tuple[int, ...]:
+    parameters = (one for module in modules for one in module._parameters.values() if one is not None)
+    return tuple(_version(one) for one in parameters)
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -190,15 +190,19 @@ class ForwardPass:
         record.blocks.append(block := BlockRecord(name, inputs=marks, is_pure=is_pure))
         return block
 
-    def run_block(self, clock: float, *, can_be_recomputed: bool) -> bool:
+    def run_block(self, clock: float, can_be_recomputed: Callable[[], bool]) -> bool:
         """Note that the block runs.
+
+        Args:
+            clock: the time.
+            can_be_recomputed: says whether nothing forbids it.
 
         Returns:
             Whether it saves its inputs only, as was planned.
         """
         assert self._block is not None
         self.record.blocks[self._block].begun_at = clock
-        saves_inputs = can_be_recomputed and self._block in self.record.recomputed
+        saves_inputs = self._block in self.record.recomputed and can_be_recomputed()
         self._scope = hash((self._block, _INPUTS if saves_inputs else _ALL, self.record.opening))
         return saves_inputs
 

@@ -251,8 +251,8 @@ class StepHooks:
         self._note_time(started)
         try:
             _await_measured(forward, device)
-            can_be = is_pure and block.can_be_recomputed
-            yield forward.run_block(time.perf_counter() - self._seconds_in_hooks, can_be_recomputed=can_be)
+            clock = time.perf_counter() - self._seconds_in_hooks
+            yield forward.run_block(clock, lambda: is_pure and block.can_be_recomputed)
         finally:
             _await_measured(forward, device)
             forward.end_block(time.perf_counter() - self._seconds_in_hooks)
