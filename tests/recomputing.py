@@ -27,6 +27,7 @@ def plans_that_recompute(which: Callable[[int], bool] = lambda number: True, *, 
 
 
 def a_slow_disk() -> Any:
-    """Patch for a ``with`` block: plans are made as if each byte took a hundred thousandth of a second to move."""
-    rates = TransferRates(1e5, 1e5, 1 << 20, 1 << 20)
+    """Patch for a ``with`` block: plans are made as if each byte took a hundred thousandth of a second to move, and
+    training had to wait for that: with room for what is on its way, what has not begun to leave would cost nothing."""
+    rates = TransferRates(1e5, 1e5, 1, 1)
     return mock.patch.object(engine.OffloadEngine, "_rates", return_value=rates)
