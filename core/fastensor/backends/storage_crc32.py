@@ -58,6 +58,7 @@ def _on_host(parts: Sequence[torch.Tensor]) -> list[int]:
 
 def _on_device(device: torch.device, parts: Sequence[torch.Tensor]) -> list[int]:
     copies = Copies({device}, "checksums").follow_current()
+    copies.synchronize()  # the caller waits in any case, and a device that has failed says so here
     with copies.entered():
         pending = PendingCrc32s(parts)
     copies.synchronize()

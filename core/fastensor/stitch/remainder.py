@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -39,12 +39,20 @@ class Remainder(Plan):
     """How many storages the whole plan has."""
 
     @property
+    def shared_nbytes(self) -> int:
+        """Bytes that the file has already."""
+        return self.whole.nbytes - self.nbytes
+
+    @property
     def throttled(self) -> bool:
         return True  # its parts are moved to their places as well
 
     @property
     def checksums_first(self) -> bool:
         return self.whole.checksums_first
+
+    def released(self) -> Remainder:
+        return replace(self, storages=())
 
     def head(self, checksums: Sequence[int]) -> bytes:
         return self.whole.head(self.all_checksums(checksums))

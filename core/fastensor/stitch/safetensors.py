@@ -114,7 +114,7 @@ def _header(
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
     if is_ours:
         text = ENTRY.sub(lambda entry: entry[0][:-1] + MARK + entry[0][-1:], text, count=1)
-    alignment = _PAGE_NBYTES if is_ours and _PAGE_NBYTES < _PADDING_LIMIT * at else _ALIGNMENT
+    alignment = _PAGE_NBYTES if is_ours and _PADDING_LIMIT * at > _PAGE_NBYTES else _ALIGNMENT
     text += b" " * (-(LENGTH_NBYTES + len(text)) % alignment)
     if len(text) > MAX_HEADER_NBYTES:
         raise UnsupportedContentError(

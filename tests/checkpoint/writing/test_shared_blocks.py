@@ -1,21 +1,23 @@
-"""What has not changed is shared with an earlier file, on a model of a filesystem; ``tests/filesystems`` has real ones."""
+"""What has not changed is shared with an earlier file, here on a model; ``tests/filesystems`` has real filesystems."""
 
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
 import shutil
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sharing
-
 import torch
-from disks import leftovers
+from device_model import ORDERS, modelled
+from disks import Gate, leftovers
 from sharing import SharingDisk
 
 import fastensor
@@ -129,27 +131,26 @@ def test_a_change_behind_torchs_back_is_written(
     assert disk.calls == read + 2
 
 
-def test_trust_compares_samples_and_names_the_tensor(tmp_path: Path, disk: SharingDisk) -> None:
-    for ending in ENDINGS:
-        state = {f"w{number}": torch.randn(NUMEL) for number in range(32)}
-        path = tmp_path / f"x.{ending}"
-        shared_by(state, path)
-        state["w17"].data.add_(1)
-        before = path.read_bytes()
-        for saves in range(1, 20):
-            try:
-                fastensor.save(state, path, share_unchanged="trust")
-            except fastensor.StateChangedError as error:
-                assert "'w17' has changed" in str(error)
-                assert str(path) in str(error)
-                break
-            before = path.read_bytes()
-        assert saves <= 16
-        assert path.read_bytes() == before
-        assert not leftovers(tmp_path)
-        with pytest.raises(fastensor.StateChangedError):  # until another way is chosen
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_trust_compares_samples_and_names_the_tensor(tmp_path: Path, disk: SharingDisk, ending: str) -> None:
+    state = {f"w{number}": torch.randn(NUMEL) for number in range(32)}
+    path = tmp_path / f"x.{ending}"
+    shared_by(state, path)
+    state["w17"].data.add_(1)
+    contents = [path.read_bytes()]
+
+    def save_again() -> None:
+        for _ in range(16):
             fastensor.save(state, path, share_unchanged="trust")
-        assert shared_by(state, path) == 31
+            contents.append(path.read_bytes())
+
+    with pytest.raises(fastensor.StateChangedError, match=f"'w17' has changed since {path}"):
+        save_again()
+    assert path.read_bytes() == contents[-1]
+    assert not leftovers(tmp_path)
+    with pytest.raises(fastensor.StateChangedError):  # until another way is chosen
+        fastensor.save(state, path, share_unchanged="trust")
+    assert shared_by(state, path) == 31
 
 
 @pytest.mark.parametrize("value", ["Trust", None, 1, "yes"])
@@ -351,6 +352,20 @@ def test_an_asynchronous_save_stages_what_has_changed(
         assert statistics.peak_staging_bytes <= 4 << 20
 
 
+def test_a_pending_save_keeps_no_storage(
+    tmp_path: Path, disk: SharingDisk, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fastensor.save(state, tmp_path / "x.ckpt")
+    gate = Gate(monkeypatch)
+    with fastensor.AsyncWriter() as writer:
+        handle = writer.save({**state}, tmp_path / "x.ckpt")
+        alive = [weakref.ref(state.pop(name).untyped_storage()) for name in [*state]]
+        gc.collect()
+        assert not any(one() for one in alive)
+        gate.open()
+        assert handle.result().shared_nbytes > 2.9 * NBYTES
+
+
 def test_a_pending_save_is_no_base(tmp_path: Path, disk: SharingDisk, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"w": torch.zeros(NUMEL)}
     with fastensor.AsyncWriter() as writer:
@@ -359,6 +374,23 @@ def test_a_pending_save_is_no_base(tmp_path: Path, disk: SharingDisk, monkeypatc
     assert found[0] == 0
     for number in range(4):
         sharing.assert_same(fastensor.load(tmp_path / f"{number}.ckpt"), state)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_device_compares_behind_what_is_queued(
+    tmp_path: Path, disk: SharingDisk, order: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {f"w{number}": torch.zeros(NUMEL) for number in range(4)}
+    with fastensor.AsyncWriter() as writer, modelled(order) as model, model.queuing():
+        writer.save(state, tmp_path / "x.ckpt").result()
+        for number in range(4):
+            model.kernel(lambda one=state[f"w{number}"]: one.data.fill_(1))
+            handle = writer.save(state, tmp_path / "x.ckpt")
+            model.kernel(lambda one=state[f"w{number}"]: one.data.fill_(2))
+            assert handle.result().shared_nbytes > (2.9 - number) * NBYTES
+            found = fastensor.load(tmp_path / "x.ckpt")
+            assert [int(one[0]) for one in found.values()] == [2] * number + [1] + [0] * (3 - number)
+            assert all((one == one[0]).all() for one in found.values())
 
 
 def test_a_report_says_what_was_shared(tmp_path: Path, disk: SharingDisk, state: dict[str, torch.Tensor]) -> None:
@@ -485,17 +517,12 @@ class History:
             sharing.assert_same(fastensor.load(path, verify=True), expected)
 
 
-@pytest.fixture
-def histories(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    sharing.share_small_tensors(monkeypatch)
-    yield
-
-
 @pytest.mark.parametrize("how", [True, "trust"])
 @pytest.mark.parametrize("count", [150, pytest.param(5_000, marks=pytest.mark.torture)])
 def test_random_histories(
-    tmp_path: Path, disk: SharingDisk, histories: None, how: Any, count: int, tally: Counter[str]
+    tmp_path: Path, disk: SharingDisk, how: Any, count: int, tally: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sharing.share_small_tensors(monkeypatch)
     with fastensor.AsyncWriter(staging_bytes=4 << 20) as writer:
         for seed in range(count):
             folder = tmp_path / str(seed)

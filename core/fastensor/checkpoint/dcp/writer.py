@@ -52,7 +52,7 @@ from fastensor.checkpoint.directories import METADATA_NAME, SHARD_NAMES, is_meta
 from fastensor.checkpoint.writing.freeing import wait_for_space
 from fastensor.checkpoint.writing.outputs import Output, StreamOutput
 from fastensor.checkpoint.writing.save_transaction import write_by_backend, write_contents
-from fastensor.checkpoint.writing.shared_blocks import SharedBlocks, ShareUnchanged, check_share_unchanged
+from fastensor.checkpoint.writing.shared_blocks import ShareUnchanged, check_share_unchanged, share_blocks
 from fastensor.errors import CheckpointWriteError, UnsupportedContentError
 from fastensor.files import posix
 from fastensor.files.arguments import check_flags, check_whole, checks_keywords
@@ -350,24 +350,22 @@ class FastensorStorageWriter(InDirectory, FileSystemWriter):
                 posix.sync_file(output.fd)
             output.replace(durable=durable)
 
-    def _write_plan(
-        self, name: str, plan: Plan, name_of: Callable[[int], str] | None = None
-    ) -> Sequence[int] | None:
+    def _write_plan(self, name: str, plan: Plan, name_of: Callable[[int], str] | None = None) -> Sequence[int] | None:
         """Write a planned file. Returns the CRC32s of its storages; None if they are not known.
 
         Args:
             name: of the file.
             plan: of the file.
-            name_of: as for :class:`~fastensor.checkpoint.writing.shared_blocks.SharedBlocks`.
+            name_of: as for :func:`~fastensor.checkpoint.writing.shared_blocks.share_blocks`.
         """
         write = partial(write_by_backend, backend=self.backend, durable=self.sync_files)
         with self._created(name) as output:
             if isinstance(output, StreamOutput):
                 output.begin(plan.nbytes)
                 return stream.write_stream(plan, output.write)
-            blocks = SharedBlocks(plan, output, self.share_unchanged, name_of)
+            rest, blocks = share_blocks(plan, output, self.share_unchanged, name_of)
             with blocks.writing() as new:
-                transfer, checksums = write_contents(blocks.rest, new, [], write)
+                transfer, checksums = write_contents(rest, new, [], write)
         transfer.done(time.perf_counter() - transfer.started)
         checksums = blocks.remember(checksums)
         return checksums if len(checksums) == len(plan.storages) else None

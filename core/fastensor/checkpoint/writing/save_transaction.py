@@ -18,7 +18,7 @@ from fastensor.checkpoint.ordering import drop_replaced, wait_to_replace
 from fastensor.checkpoint.report import SaveReport
 from fastensor.checkpoint.writing.freeing import wait_for_space
 from fastensor.checkpoint.writing.outputs import InPlace, OpenFile, Output, Replacement, StreamOutput
-from fastensor.checkpoint.writing.shared_blocks import SharedBlocks, ShareUnchanged
+from fastensor.checkpoint.writing.shared_blocks import SharedBlocks, ShareUnchanged, share_blocks
 from fastensor.checkpoint.writing.target import open_output, resolve_target
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError
 from fastensor.files import posix
@@ -154,16 +154,16 @@ class SaveTransaction:
         return isinstance(output, InPlace)
 
     def share(self, plan: Plan) -> Plan:
-        """Let the opened file share blocks with earlier ones. Returns what is left to be written.
+        """Let the opened file share blocks with earlier ones, once. Returns what is left to be written.
 
         Raises:
             CheckpointWriteError: the filesystem cannot be asked.
-            StateChangedError: as :class:`~fastensor.checkpoint.writing.shared_blocks.SharedBlocks`.
+            StateChangedError: as :func:`~fastensor.checkpoint.writing.shared_blocks.share_blocks`.
         """
         if self._blocks is None and isinstance(self._output, Replacement):
             with _saying_what_is_left(self._output), self._at("write"):
-                self._blocks = SharedBlocks(plan, self._output, self._share_unchanged)
-        return plan if self._blocks is None else self._blocks.rest
+                plan, self._blocks = share_blocks(plan, self._output, self._share_unchanged)
+        return plan
 
     def close(self) -> None:
         """Close the output, and remove a new file that was not published. Calling this again does nothing.

@@ -22,7 +22,6 @@ import torch
 
 from fastensor.backends import streams
 from fastensor.backends.registry import announce
-from fastensor.backends.storage_crc32 import StoragePart, crc32s_of
 from fastensor.checkpoint.writing.outputs import Replacement
 from fastensor.errors import StateChangedError
 from fastensor.files import posix
@@ -121,73 +120,49 @@ def check_share_unchanged(value: object) -> None:
 
 
 class SharedBlocks:
-    """The blocks that one new file shares. Use it in one thread at a time.
-
-    Args:
-        plan: of the file. Its storages must not change until the object is made, and those in :attr:`rest` as ever.
-        new: the file, which is empty.
-        how: whether the file shares blocks.
-        name_of: the name of the tensor in a storage, by the storage's number in the plan, for messages; None if the
-            plan has names.
-
-    Raises:
-        StateChangedError: ``how`` is ``"trust"``, and a storage has changed, but not its version counters.
-    """
+    """The blocks that one new file shares. :func:`share_blocks` makes the object, one thread at a time uses it."""
 
     def __init__(
-        self, plan: Plan, new: Replacement, how: ShareUnchanged, name_of: Callable[[int], str] | None = None
+        self, new: Replacement, parts: Sequence[_Part], count: int, left: Remainder | None, ages: dict[int, int]
     ) -> None:
-        self._new = new
-        self._identity = _identity(new.fd)
-        self._count = len(plan.storages)
-        self._parts = _parts_of(plan) if how and _may_share(plan, new.fd) else []
-        with ExitStack() as opened:
-            found = _candidates(self._parts, new.fd, opened)
-            compared = _sample(found) if how == "trust" else found
-            changed = _changed(compared)
-            if changed and how == "trust":
-                raise _not_to_be_trusted(changed[0], name_of or partial(_name_in, plan))
-            for one in changed:
-                one.part.copies[one.part.extent] = None
-            left_out = {one.number for one in changed}
-            shared = _share([one for one in found if one.number not in left_out], new.fd)
-        ages = {one.number: one.copy.age + 1 for one in shared}
-        self._ages = ages | {one.number: 0 for one in compared}
-        extents = sorted(one.shared for one in shared)
-        self.nbytes = sum(end - begin for begin, end in extents)
+        self.nbytes = 0 if left is None else left.shared_nbytes
         """Bytes that the file shares."""
-        known = {one.number: one.copy.crc32 for one in shared}
-        self.rest: Plan = remainder(plan, extents, known) if shared else plan
-        """What is left to be written."""
+        self._new = new
+        self._parts = parts
+        self._count = count
+        """How many storages the whole plan has."""
+        self._left = left
+        """What is left to be written, without its storages; None if that is everything."""
+        self._ages = ages
+        self._identity = _identity(new.fd)
 
     @contextmanager
     def writing(self) -> Iterator[Replacement]:
-        """A block in which the file that it gives is to get the bytes of :attr:`rest`. At its end, the new file is
-        whole.
+        """A block in which the file that it gives is to get what is left. At its end, the new file is whole.
 
         Raises:
             OSError: there is no space.
         """
-        if isinstance(self.rest, Remainder):
+        if self._left is None:
+            yield self._new
+        else:
             with closing(Replacement(self._new.path, mode=0o600)) as beside:
                 yield beside
-                for begin, offset, nbytes in self.rest.places:
+                for begin, offset, nbytes in self._left.places:
                     posix.move_bytes(beside.fd, begin, self._new.fd, offset, nbytes)
-        else:
-            yield self._new
         self._identity = _identity(self._new.fd)
 
     def remember(self, checksums: Sequence[int]) -> Sequence[int]:
         """Note where the storages are. The new file has got its name.
 
         Args:
-            checksums: the CRC32s that a backend has returned for :attr:`rest`.
+            checksums: the CRC32s that a backend has returned for what was left.
 
         Returns:
-            Those of all storages of the plan; none if the backend has returned none.
+            Those of all storages of the whole plan; none if the backend has returned none.
         """
-        if isinstance(self.rest, Remainder):
-            checksums = self.rest.all_checksums(checksums)
+        if self._left is not None:
+            checksums = self._left.all_checksums(checksums)
         if len(checksums) != self._count:
             return ()
         file = WrittenFile(names_of(self._new.path), self._identity)
@@ -199,10 +174,46 @@ class SharedBlocks:
         return checksums
 
 
+def share_blocks(
+    plan: Plan, new: Replacement, how: ShareUnchanged, name_of: Callable[[int], str] | None = None
+) -> tuple[Plan, SharedBlocks]:
+    """Give a new file blocks of earlier ones.
+
+    Args:
+        plan: of the file. Its storages must not change until this returns.
+        new: the file, which is empty.
+        how: whether the file shares blocks.
+        name_of: the name of the tensor in a storage, by the storage's number in the plan, for messages; None if the
+            plan has names.
+
+    Returns:
+        The plan of what is left to be written: the given one if nothing is shared.
+
+    Raises:
+        OSError: the filesystem cannot be asked.
+        StateChangedError: ``how`` is ``"trust"``, and a storage has changed, but not its version counters.
+    """
+    parts = _parts_of(plan) if how and _may_share(plan, new.fd) else []
+    with ExitStack() as opened:
+        found = _candidates(parts, new.fd, opened)
+        compared = _sample(found) if how == "trust" else found
+        changed = _changed(compared)
+        if changed and how == "trust":
+            raise _not_to_be_trusted(changed[0], name_of or partial(_name_in, plan))
+        for one in changed:
+            one.part.copies[one.part.extent] = None
+        left_out = {one.number for one in changed}
+        shared = _share([one for one in found if one.number not in left_out], new.fd)
+    if not shared:
+        return plan, SharedBlocks(new, parts, len(plan.storages), None, {})
+    extents = sorted(one.shared for one in shared)
+    rest = remainder(plan, extents, {one.number: one.copy.crc32 for one in shared})
+    ages = {one.number: one.copy.age + 1 for one in shared} | {one.number: 0 for one in compared}
+    return rest, SharedBlocks(new, parts, len(plan.storages), rest.released(), ages)
+
+
 def _may_share(plan: Plan, fd: int) -> bool:
-    return (
-        plan.nbytes >= _LEAST_NBYTES and posix.may_share_blocks(fd) and os.fstat(fd).st_dev not in _refusing
-    )
+    return plan.nbytes >= _LEAST_NBYTES and posix.may_share_blocks(fd) and os.fstat(fd).st_dev not in _refusing
 
 
 def _identity(fd: int) -> _Identity:
@@ -249,15 +260,20 @@ def _candidates(parts: Sequence[_Part], fd: int, opened: ExitStack) -> list[_Can
         copy = part.copies.get(part.extent)
         if copy is None or copy.versions != part.versions or copy.file.identity[0] != device:
             continue
-        begin, nbytes = part.payload.offset, part.payload.nbytes
-        shared = -(-begin // block_nbytes) * block_nbytes, (begin + nbytes) // block_nbytes * block_nbytes
-        if (copy.offset - begin) % block_nbytes or shared[0] >= shared[1]:
+        begin, end = _whole_blocks(part.payload, block_nbytes)
+        if (copy.offset - part.payload.offset) % block_nbytes or begin >= end:
             continue
         if copy.file not in bases:
             bases[copy.file] = _open(copy.file, opened)
         if bases[copy.file] >= 0:
-            found.append(_Candidate(part, copy, bases[copy.file], shared))
+            found.append(_Candidate(part, copy, bases[copy.file], (begin, end)))
     return found
+
+
+def _whole_blocks(payload: Payload, block_nbytes: int) -> Extent:
+    """The blocks of a file that hold nothing but a payload."""
+    end = payload.offset + payload.nbytes
+    return -(-payload.offset // block_nbytes) * block_nbytes, end // block_nbytes * block_nbytes
 
 
 def _open(file: WrittenFile, opened: ExitStack) -> int:
@@ -285,6 +301,10 @@ def _sample(candidates: Sequence[_Candidate]) -> list[_Candidate]:
 
 def _changed(candidates: Sequence[_Candidate]) -> list[_Candidate]:
     """Those whose bytes in memory are not those of the copy."""
+    if not candidates:
+        return []
+    from fastensor.backends.storage_crc32 import StoragePart, crc32s_of  # which few saves need
+
     parts = []
     for one in candidates:
         storage = one.part.storage()
@@ -318,7 +338,7 @@ def _name_in(plan: Plan, storage: int) -> str:
 
 def _not_to_be_trusted(changed: _Candidate, name_of: Callable[[int], str]) -> StateChangedError:
     return StateChangedError(
-        f"{name_of(changed.number)!r} has changed since {changed.copy.file.paths[-1]} was written, but its version counter "
-        f"has not: something writes to it through .data, or without torch. Nothing was saved. Choose "
+        f"{name_of(changed.number)!r} has changed since {changed.copy.file.paths[-1]} was written, but its version "
+        f"counter has not: something writes to it through .data, or without torch. Nothing was saved. Choose "
         f"share_unchanged=True, which compares all bytes, in place of 'trust'"
     )
