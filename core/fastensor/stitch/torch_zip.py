@@ -313,7 +313,7 @@ class _Recorder:
                             recorder._tensors.append(obj)
                         return None
                     pid = recorder._ids.of(obj)
-                    if pid is None and isinstance(obj, torch.Tensor):
+                    if pid is None and issubclass(type(obj), torch.Tensor):
                         recorder._tensors.append(obj)
                     if not is_known and pid != (of_torch := by_torch(self, obj)):
                         raise LayoutError(f"torch {torch.__version__} names a storage {of_torch}, expected {pid}")

@@ -241,7 +241,7 @@ def _versions(plan: Plan) -> dict[torch.UntypedStorage, list[int]]:
     """The version counters of all tensors of an object, by the storages that they show."""
     found: dict[torch.UntypedStorage, list[int]] = {}
     for tensor in plan.tensors:
-        with suppress(RuntimeError):  # of a subclass that has no storage, but other tensors
+        with suppress(Exception):  # whatever a subclass raises that has no storage: the tensors in it are here, too
             counters = found.setdefault(tensor.untyped_storage(), [])
             counters.append(_UNCOUNTED if tensor.is_inference() else tensor._version)
     return found
