@@ -290,7 +290,7 @@ def _open(file: WrittenFile, opened: ExitStack) -> int:
 def _sample(candidates: Sequence[_Candidate]) -> list[_Candidate]:
     """Those that were not compared for the longest time, as many as hold one in so many of all bytes."""
     left = sum(one.part.payload.nbytes for one in candidates) // _SAMPLED
-    found = []
+    found: list[_Candidate] = []
     for one in sorted(candidates, key=lambda one: -one.copy.age):
         if found and left <= 0:
             break
