@@ -23,7 +23,7 @@ from fastensor.checkpoint.cooperative.options import CooperativeOptions, check_c
 from fastensor.checkpoint.files import make_parent, remove, remove_at_once
 from fastensor.checkpoint.location import RemotePath, as_in_fsspec, locate
 from fastensor.checkpoint.reading.placement import check_map_location
-from fastensor.checkpoint.writing.shared_blocks import ShareUnchanged, check_share_unchanged
+from fastensor.checkpoint.writing.save_transaction import ShareUnchanged, check_share_unchanged
 from fastensor.files.arguments import check_flags, checks_keywords, nearest
 from fastensor.files.atomic import announce_writer, wait_for_writers
 from fastensor.files.job_store import has_others

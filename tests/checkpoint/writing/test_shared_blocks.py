@@ -259,7 +259,7 @@ def test_other_filesystems_are_left_alone(
     tmp_path: Path, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(posix, "may_share_blocks", lambda fd: False)
-    monkeypatch.setattr(shared_blocks, "_versions", None)  # nothing is looked at
+    monkeypatch.setattr(shared_blocks, "share_blocks", None)  # nothing is looked at
     for _ in range(2):
         assert fastensor.save(state, tmp_path / "x.ckpt").shared_nbytes == 0
     assert not any(one in shared_blocks._copies for one in map(torch.Tensor.untyped_storage, state.values()))

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from fastensor.checkpoint.dcp.reader import FastensorStorageReader
 from fastensor.checkpoint.dcp.writer import FastensorStorageWriter
-from fastensor.checkpoint.writing.shared_blocks import ShareUnchanged
+from fastensor.checkpoint.writing.save_transaction import ShareUnchanged
 from fastensor.errors import CheckpointReadError, CheckpointWriteError, CorruptCheckpointError, NotACheckpointError
 from fastensor.files.replacing import replacing, wrap_method
 from fastensor.select.transfer import BackendChoice

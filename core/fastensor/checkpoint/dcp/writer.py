@@ -51,8 +51,13 @@ from fastensor.checkpoint.dcp.storage import Directory, InDirectory
 from fastensor.checkpoint.directories import METADATA_NAME, SHARD_NAMES, is_metadata_name
 from fastensor.checkpoint.writing.freeing import wait_for_space
 from fastensor.checkpoint.writing.outputs import Output, StreamOutput
-from fastensor.checkpoint.writing.save_transaction import write_by_backend, write_contents
-from fastensor.checkpoint.writing.shared_blocks import ShareUnchanged, check_share_unchanged, share_blocks
+from fastensor.checkpoint.writing.save_transaction import (
+    ShareUnchanged,
+    check_share_unchanged,
+    write_by_backend,
+    write_contents,
+)
+from fastensor.checkpoint.writing.shared_blocks import share_blocks
 from fastensor.errors import CheckpointWriteError, UnsupportedContentError
 from fastensor.files import posix
 from fastensor.files.arguments import check_flags, check_whole, checks_keywords

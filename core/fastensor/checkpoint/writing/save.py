@@ -14,8 +14,14 @@ from fastensor.backends.registry import Fallback, record_fallback
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.progress import Progress, reporting
 from fastensor.checkpoint.report import SaveReport
-from fastensor.checkpoint.writing.save_transaction import ByTorch, Planner, SaveTransaction, Writer
-from fastensor.checkpoint.writing.shared_blocks import ShareUnchanged, check_share_unchanged
+from fastensor.checkpoint.writing.save_transaction import (
+    ByTorch,
+    Planner,
+    SaveTransaction,
+    ShareUnchanged,
+    Writer,
+    check_share_unchanged,
+)
 from fastensor.errors import LayoutError
 from fastensor.files.arguments import check_flags, checks_keywords, did_you_mean
 from fastensor.select.transfer import BackendChoice

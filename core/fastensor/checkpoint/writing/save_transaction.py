@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
-from typing import BinaryIO, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, TypeAlias
 
 from fastensor.backends import registry, stream
 from fastensor.backends.registry import Fallback, can_write, record_fallback
@@ -18,15 +18,18 @@ from fastensor.checkpoint.ordering import drop_replaced, wait_to_replace
 from fastensor.checkpoint.report import SaveReport
 from fastensor.checkpoint.writing.freeing import wait_for_space
 from fastensor.checkpoint.writing.outputs import InPlace, OpenFile, Output, Replacement, StreamOutput
-from fastensor.checkpoint.writing.shared_blocks import SharedBlocks, ShareUnchanged, share_blocks
 from fastensor.checkpoint.writing.target import open_output, resolve_target
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError
 from fastensor.files import posix
+from fastensor.files.arguments import did_you_mean
 from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import write_errors
 from fastensor.select.context import Context
 from fastensor.select.transfer import BackendChoice, Transfer, check_choice
 from fastensor.stitch.source import Plan, Source
+
+if TYPE_CHECKING:
+    from fastensor.checkpoint.writing.shared_blocks import SharedBlocks
 
 _ONLY_TORCH = "it could not be laid out without torch"
 _FAILED = "the save failed"
@@ -45,6 +48,21 @@ Planner: TypeAlias = Callable[[list[Fallback]], Plan | ByTorch]
 """Plans a file. If torch has to write it, the reason is added to the list."""
 Writer: TypeAlias = Callable[[Source, NewFile, list[Fallback]], tuple[Transfer, Sequence[int]]]
 """Writes the contents of a new file as :func:`write_by_backend` does."""
+
+
+ShareUnchanged: TypeAlias = bool | Literal["trust"]
+"""Whether a new file shares blocks with earlier ones. ``"trust"`` takes the version counters of tensors for true, and
+compares samples only."""
+
+
+def check_share_unchanged(value: object) -> None:
+    """
+    Raises:
+        ValueError: the value is no :data:`ShareUnchanged`.
+    """
+    if not isinstance(value, bool) and value != "trust":
+        hint = did_you_mean(str(value), ("trust",))
+        raise ValueError(f"share_unchanged is True, False or 'trust', found {value!r}{hint}")
 
 
 class SaveTransaction:
@@ -160,9 +178,13 @@ class SaveTransaction:
             CheckpointWriteError: the filesystem cannot be asked.
             StateChangedError: as :func:`~fastensor.checkpoint.writing.shared_blocks.share_blocks`.
         """
-        if self._blocks is None and isinstance(self._output, Replacement):
-            with _saying_what_is_left(self._output), self._at("write"):
-                plan, self._blocks = share_blocks(plan, self._output, self._share_unchanged)
+        new = self._output
+        if self._share_unchanged and self._blocks is None and isinstance(new, Replacement):
+            with _saying_what_is_left(new), self._at("write"):
+                if posix.may_share_blocks(new.fd):
+                    from fastensor.checkpoint.writing.shared_blocks import share_blocks  # which few filesystems need
+
+                    plan, self._blocks = share_blocks(plan, new, self._share_unchanged)
         return plan
 
     def close(self) -> None:

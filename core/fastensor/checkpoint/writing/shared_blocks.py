@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -25,15 +25,15 @@ from fastensor.backends.registry import announce
 from fastensor.checkpoint.writing.outputs import Replacement
 from fastensor.errors import StateChangedError
 from fastensor.files import posix
-from fastensor.files.arguments import did_you_mean
 from fastensor.files.new_directory import names_of
 from fastensor.stitch.extents import Extent
 from fastensor.stitch.image import Payload
 from fastensor.stitch.remainder import Remainder, remainder
 from fastensor.stitch.source import Plan
 
-ShareUnchanged: TypeAlias = bool | Literal["trust"]
-"""Whether new files share blocks. ``"trust"`` takes version counters for true, and compares samples only."""
+if TYPE_CHECKING:
+    from fastensor.checkpoint.writing.save_transaction import ShareUnchanged
+
 _LEAST_NBYTES = 256 << 10
 """Fewer bytes are written as fast as they are shared."""
 _SAMPLED = 16
@@ -107,16 +107,6 @@ _copies: WeakKeyDictionary[torch.UntypedStorage, dict[Extent, Copy | None]] = We
 is written each time. Changes are single calls, so this needs no lock."""
 _refusing: set[int] = set()
 """Devices whose filesystems have refused to share blocks."""
-
-
-def check_share_unchanged(value: object) -> None:
-    """
-    Raises:
-        ValueError: the value is no :data:`ShareUnchanged`.
-    """
-    if not isinstance(value, bool) and value != "trust":
-        hint = did_you_mean(str(value), ("trust",))
-        raise ValueError(f"share_unchanged is True, False or 'trust', found {value!r}{hint}")
 
 
 class SharedBlocks:
