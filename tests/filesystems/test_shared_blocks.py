@@ -131,7 +131,7 @@ def test_the_doctor_says_that_files_can_share_blocks(folder: Path) -> None:
     found = examine(str(folder))
     assert found.shared_blocks is not None
     assert found.shared_blocks.accepted
-    assert facts(found)["shared blocks"] == "yes: saves do not write again what has not changed"
+    assert facts(found)["sharing"] == "yes, of blocks: saves write what has changed"
     assert not os.listdir(folder)
 
 
@@ -355,7 +355,7 @@ def test_xfs_without_reflink_is_asked_once(
             for _ in range(3):
                 assert fastensor.save(state, folder / "x.ckpt").shared_nbytes == 0
                 check(folder / "x.ckpt", state)
-            assert facts(examine(str(folder)))["shared blocks"] == (
+            assert facts(examine(str(folder)))["sharing"] == (
                 "no: xfs refuses (Operation not supported); XFS can if made with -m reflink=1"
             )
     except CannotMountError as error:

@@ -136,7 +136,9 @@ def _try(found: Folder, fd: int, another: int) -> Folder:
 
 def _shared_blocks(fd: int, another: int, filesystem: str) -> BlockSharing:
     if not posix.may_share_blocks(fd):
-        return BlockSharing(False, f"{filesystem or 'the filesystem'} shares none; XFS, btrfs and bcachefs can")
+        return BlockSharing(
+            False, f"{filesystem or 'the filesystem'} files share no blocks; those of XFS, btrfs and bcachefs can"
+        )
     try:
         posix.share_blocks(fd, 0, another, 0, _PROBE_NBYTES)
     except OSError as error:
@@ -171,7 +173,7 @@ def facts(found: Folder) -> dict[str, str]:
         "free": _describe_space(found.space) if found.space else "",
         "O_DIRECT": _describe_direct(found.direct) if found.direct else "",
         "page cache": _describe_page_cache(found.page_cache) if found.page_cache else "",
-        "shared blocks": _describe_shared_blocks(found.shared_blocks) if found.shared_blocks else "",
+        "sharing": _describe_shared_blocks(found.shared_blocks) if found.shared_blocks else "",
     }
 
 
@@ -187,7 +189,7 @@ def _describe_direct(direct: DirectIO) -> str:
 
 
 def _describe_shared_blocks(shared: BlockSharing) -> str:
-    return "yes: saves do not write again what has not changed" if shared.accepted else f"no: {shared.reason}"
+    return "yes, of blocks: saves write what has changed" if shared.accepted else f"no: {shared.reason}"
 
 
 def _describe_page_cache(cache: PageCache) -> str:
