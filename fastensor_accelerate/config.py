@@ -67,11 +67,6 @@ class FastensorConfig:
         True, "--fastensor_durable", "a saved state is on stable storage before it replaces another one (default)"
     )
     verify: bool = _option(True, "--fastensor_verify", "loads compare CRC32s (default)")
-    share_unchanged: bool = _option(
-        True,
-        "--fastensor_share_unchanged",
-        "tensors that have not changed since the last state are not written again on XFS and btrfs (default)",
-    )
     asynchronous: bool = _option(
         False, "--fastensor_async", "save_state returns when the state has been copied; default: when it is saved"
     )
@@ -101,6 +96,11 @@ class FastensorConfig:
         DEFAULT_TIMEOUT_SECONDS,
         "--fastensor_cooperative_timeout",
         "how many seconds processes that save together wait for the slowest one; default: 600",
+    )
+    share_unchanged: bool = _option(
+        True,
+        "--fastensor_share_unchanged",
+        "tensors that have not changed since the last state are not written again on XFS and btrfs (default)",
     )
 
     offload: bool = _option(

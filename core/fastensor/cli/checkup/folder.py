@@ -136,9 +136,8 @@ def _try(found: Folder, fd: int, another: int) -> Folder:
 
 def _shared_blocks(fd: int, another: int, filesystem: str) -> BlockSharing:
     if not posix.may_share_blocks(fd):
-        return BlockSharing(
-            False, f"{filesystem or 'the filesystem'} files share no blocks; those of XFS, btrfs and bcachefs can"
-        )
+        where = filesystem or "this filesystem"
+        return BlockSharing(False, f"files share no blocks on {where}; on XFS and btrfs they can")
     try:
         posix.share_blocks(fd, 0, another, 0, _PROBE_NBYTES)
     except OSError as error:
