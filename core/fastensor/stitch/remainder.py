@@ -112,6 +112,8 @@ def _between(extents: Sequence[Extent], nbytes: int) -> Iterator[Extent]:
 
 def _with_known(header: Header, known: Mapping[int, int], numbers: Mapping[int, int]) -> Header:
     """A header whose blanks have the known CRC32s, and refer to the others by their storages' new numbers."""
+    if not header.blanks:
+        return header
     data = bytearray(header.data)
     left: list[Blank] = []
     for at, storage in header.blanks:
