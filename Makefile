@@ -52,6 +52,7 @@ quick: $(STAMP)
 
 test: $(STAMP)
 	-tests/hosts/install.sh
+	-tests/filesystems/install.sh
 	$(PYTEST) -n 3 -m "not gpu and not torture" --ignore tests/gds
 	$(MAKE) test-gds
 
@@ -94,12 +95,14 @@ check: $(STAMP)
 # VERSIONS_OPTIONS="--only newest-3.13" runs one of them.
 versions: $(STAMP)
 	-tests/hosts/install.sh
+	-tests/filesystems/install.sh
 	$(BIN)/python tests/versions/run.py $(VERSIONS) $(VERSIONS_OPTIONS)
 
 # Without the packages, what is written is not read by transformers 4, and the tests say so.
 torture: $(STAMP)
 	-$(MAKE) --no-print-directory $(TRANSFORMERS_4)/.installed
 	-tests/hosts/install.sh
+	-tests/filesystems/install.sh
 	$(PYTEST) -n 2 -m "not gpu" --hypothesis-profile=torture -o faulthandler_timeout=3600 --ignore tests/gds
 	$(MAKE) test-gds
 
@@ -109,6 +112,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/first_use.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/async_checkpoint.py
+	-tests/filesystems/install.sh
+	$(BIN)/python benchmarks/unchanged.py
 	$(BIN)/python benchmarks/tensor_io.py
 	$(BIN)/python benchmarks/offload.py
 	$(BIN)/python benchmarks/offload_codecs.py

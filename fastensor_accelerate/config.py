@@ -97,6 +97,11 @@ class FastensorConfig:
         "--fastensor_cooperative_timeout",
         "how many seconds processes that save together wait for the slowest one; default: 600",
     )
+    share_unchanged: bool = _option(
+        True,
+        "--fastensor_share_unchanged",
+        "tensors that have not changed since the last state are not written again on XFS and btrfs (default)",
+    )
 
     offload: bool = _option(
         False, "--fastensor_offload", "activations of models that are trained go to an SSD until the backward pass"

@@ -57,6 +57,7 @@ class StateDirectory:
         self.staging = staging
         self.is_named_by_accelerate = is_named_by_accelerate
         self._new = NewDirectory(path if is_named_by_accelerate else os.path.join(path, _SAVED), staging)
+        self._new.contents = path
 
     @property
     def exists(self) -> bool:

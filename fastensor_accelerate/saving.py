@@ -62,6 +62,8 @@ class StateSave:
     """True if the state takes the place of an older one of the same name."""
     nbytes: int = 0
     """Bytes of files that are written, without those of ``handles``."""
+    shared_nbytes: int = 0
+    """The part of them that has not changed, and is shared with an earlier state."""
     stall_seconds: float = 0.0
     """Seconds that the call has taken, if the save is asynchronous."""
     handles: list[fastensor.SaveHandle] = field(default_factory=list)

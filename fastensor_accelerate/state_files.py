@@ -107,7 +107,8 @@ class StateFiles:
         kind, writers = os.path.basename(path), self.shard_writers
         writers[kind] = save_shards(
             state_dict, path, writers.get(kind), later,
-            durable=self.config.durable, backend=self.config.backend, **options,
+            durable=self.config.durable, backend=self.config.backend, share_unchanged=self.config.share_unchanged,
+            **options,
         )  # fmt: skip
 
     def shard_reader(self, path: str | os.PathLike[str]) -> FastensorStorageReader:
@@ -120,7 +121,9 @@ class StateFiles:
         """Write a file. With FSDP, a failure is left to :meth:`StateSave.confirm`: the other processes gather what is
         saved next together with this one."""
         try:
-            self._write_file(obj, path, backend=self.config.backend, durable=self.config.durable, **options)
+            config = self.config
+            options |= {"backend": config.backend, "durable": config.durable}
+            self._write_file(obj, path, share_unchanged=config.share_unchanged, **options)
         except Exception as error:
             if self.saving is None or not self.has_shards:
                 raise
@@ -133,7 +136,9 @@ class StateFiles:
         elif self.writer is not None:
             saving.handles.append(self.writer.save(obj, path, **options))
         else:
-            saving.nbytes += fastensor.save(obj, path, **options).nbytes
+            report = fastensor.save(obj, path, **options)
+            saving.nbytes += report.nbytes
+            saving.shared_nbytes += report.shared_nbytes
 
     def _write_together(self, obj: object, path: str | os.PathLike[str], **options: Any) -> None:
         """Write a file, called in all processes. What is not replicated by data parallel training is the main one's."""

@@ -412,8 +412,10 @@ class StateSaver:
 
     def _account(self, saving: StateSave) -> None:
         nbytes = saving.nbytes + sum(handle.result().nbytes for handle in saving.handles)
+        shared_nbytes = saving.shared_nbytes + sum(handle.result().shared_nbytes for handle in saving.handles)
         seconds = time.perf_counter() - saving.started
-        cost = StateCost(nbytes, saving.stall_seconds if saving.config.asynchronous else seconds, seconds)
+        stall_seconds = saving.stall_seconds if saving.config.asynchronous else seconds
+        cost = StateCost(nbytes, stall_seconds, seconds, shared_nbytes)
         if saving.is_main:
             self._saved.append(cost)
             self._to_log.append(cost)

@@ -23,6 +23,7 @@ from fastensor.checkpoint.cooperative.options import CooperativeOptions, check_c
 from fastensor.checkpoint.files import make_parent, remove, remove_at_once
 from fastensor.checkpoint.location import RemotePath, as_in_fsspec, locate
 from fastensor.checkpoint.reading.placement import check_map_location
+from fastensor.checkpoint.writing.save_transaction import ShareUnchanged, check_share_unchanged
 from fastensor.files.arguments import check_flags, checks_keywords, nearest
 from fastensor.files.atomic import announce_writer, wait_for_writers
 from fastensor.files.job_store import has_others
@@ -96,6 +97,8 @@ class FastensorCheckpointIO(CheckpointIO):
             signal handler, whatever the signal interrupts. With ``when_busy="skip"`` or ``"latest"``,
             ``best_model_path`` and ``best_k_models`` of a ``ModelCheckpoint`` may name files that were never written,
             because it takes every save as done.
+        share_unchanged: whether tensors that have not changed since the last checkpoint are not written again on
+            filesystems whose files can share blocks, as in :func:`fastensor.save`. Frozen weights, above all.
         cooperative: whether the ranks of DDP save together, each one a part of the file, as
             :func:`fastensor.checkpoint.cooperative.save` does, and load together, so that each machine reads a file
             once; a dict of ``timeout`` and ``check_replicas`` also says how; None means False. The file has the
@@ -137,15 +140,18 @@ class FastensorCheckpointIO(CheckpointIO):
         verify: bool = True,
         asynchronous: bool | AsyncOptions | None = False,
         cooperative: bool | CooperativeOptions | None = False,
+        share_unchanged: ShareUnchanged = True,
     ) -> None:
         super().__init__()
         check_choice(backend)
         check_flags(durable=durable, verify=verify)
+        check_share_unchanged(share_unchanged)
         check_map_location(map_location)
         self.backend = backend
         self.durable = durable
         self.map_location = map_location
         self.verify = verify
+        self.share_unchanged = share_unchanged
         self._options = cast(AsyncOptions, _check_options("asynchronous", asynchronous, AsyncOptions))
         self.asynchronous = asynchronous not in (False, None)
         self._cooperation = cast(CooperativeOptions, _check_options("cooperative", cooperative, CooperativeOptions))
@@ -184,7 +190,7 @@ class FastensorCheckpointIO(CheckpointIO):
     def __repr__(self) -> str:
         options = {"backend": self.backend, "durable": self.durable, "map_location": self.map_location}
         options |= {"verify": self.verify, "asynchronous": self._options or self.asynchronous}
-        options |= {"cooperative": self._cooperation or self.cooperative}
+        options |= {"cooperative": self._cooperation or self.cooperative, "share_unchanged": self.share_unchanged}
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         last = f", last saved {self.last_save.path!r}" if self.last_save is not None else ""
         return f"({given}){last}"
@@ -226,7 +232,7 @@ class FastensorCheckpointIO(CheckpointIO):
         make_parent(path, durable=chosen.durable)
         options: dict[str, Any] = {"backend": chosen.backend, "durable": chosen.durable}
         # ModelCheckpoint's "last.ckpt" may be a link to the best checkpoint, which must not be replaced through it.
-        options.update(container="torch", follow_symlinks=False)
+        options.update(container="torch", follow_symlinks=False, share_unchanged=self.share_unchanged)
         step = checkpoint.get("global_step") if isinstance(checkpoint, dict) else None
         if chosen.asynchronous and self._may_be_left_pending(checkpoint, path):
             with ExitStack() as until_saved:

@@ -35,8 +35,9 @@ class CheckpointMonitor(Callback):
     """Logs what every save of :class:`FastensorCheckpointIO` costs, and says at the end of ``fit`` what all have cost.
 
     Loggers get ``checkpoint/stall_seconds`` (how long training stood still), ``checkpoint/save_seconds`` (until the
-    file was durable), ``checkpoint/save_bytes`` and ``checkpoint/save_bytes_per_second`` at the step of the save, on
-    the rank that saves. The progress bar shows ``stall_s`` of the latest save, from the next training batch on.
+    file was durable), ``checkpoint/save_bytes``, ``checkpoint/shared_bytes`` (those of them that were not written,
+    because they have not changed) and ``checkpoint/save_bytes_per_second`` at the step of the save, on the rank that
+    saves. The progress bar shows ``stall_s`` of the latest save, from the next training batch on.
     Loggers are not made for several threads: what another thread has saved is logged at the end of the next batch, or
     of the run.
 
@@ -200,6 +201,7 @@ class CheckpointMonitor(Callback):
                 "checkpoint/stall_seconds": report.stall_seconds,
                 "checkpoint/save_seconds": report.seconds,
                 "checkpoint/save_bytes": float(report.nbytes),
+                "checkpoint/shared_bytes": float(report.shared_nbytes),
                 "checkpoint/save_bytes_per_second": report.bytes_per_second,
             }
             for logger in trainer.loggers if self._logs else ():

@@ -70,6 +70,8 @@ def summary(reports: Sequence[fastensor.SaveReport], waited_seconds: float, by_t
     saved = f"{count} checkpoint{'s' * (count > 1)} saved"
     how = {count: " durably", 0: ", not durably"}.get(durable, f", {durable} of them durably")
     size = human_size(sum(one.nbytes for one in reports))
+    if shared_nbytes := sum(one.shared_nbytes for one in reports):
+        size += f", of which {human_size(shared_nbytes)} unchanged and shared"
     each = human_seconds(median(one.seconds for one in reports)) + " each (median)" * (count > 1)
     still = human_seconds(sum(one.stall_seconds for one in reports) + waited_seconds)
     line = f"{saved}{how} ({size}), in {each}; training stood still for {still}"

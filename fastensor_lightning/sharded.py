@@ -229,8 +229,9 @@ class ShardedCheckpoints:
                 options["process_group"] = saving.agreement.group  # for collectives in the writer's thread
             later = copies if chosen.asynchronous else None
             self._storage = save_shards(
-                state_dict, path, self._storage, later, durable=chosen.durable, backend=chosen.backend, **options
-            )
+                state_dict, path, self._storage, later, durable=chosen.durable, backend=chosen.backend,
+                share_unchanged=self._plugin.share_unchanged, **options,
+            )  # fmt: skip
 
         with redirected(save=write) as calls:
             stock(saving.directory.hidden)

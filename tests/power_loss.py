@@ -125,6 +125,9 @@ class _Recorder:
                 return Rename(os.path.basename(source), os.path.basename(target))
             case "unlink", (path,) if self._is_inside(path):
                 return Unlink(os.path.basename(path))
+            case "copy_file_range", (_, fd, _, _, offset):
+                file = self._files.get(_identity(_fstat(fd)))
+                return None if file is None else Write(file, offset, os.pread(fd, result, offset))
             case (("pwrite" | "ftruncate" | "fallocate64" | "fchmod" | "fsync"), (int(fd), *_)):
                 return self._change(_fstat(fd), call, result, covers)
         return None

@@ -94,7 +94,8 @@ class SaveDroppedError(FastensorError, CancelledError):
 
 
 class StateChangedError(FastensorError, RuntimeError):
-    """A storage was resized while it was being saved. The old file is kept."""
+    """A storage was resized while it was being saved; or it has changed, and ``share_unchanged="trust"`` took it for
+    unchanged. The old file is kept."""
 
 
 class UnknownKeyError(FastensorError, KeyError):

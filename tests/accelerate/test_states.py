@@ -934,7 +934,7 @@ def test_trackers_and_the_last_line(
     size = sum(file.stat().st_size for file in (tmp_path / "checkpoints" / "checkpoint_0").iterdir())
     for values, _ in metrics:
         assert set(values) == {
-            "checkpoint/stall_seconds", "checkpoint/save_seconds", "checkpoint/save_bytes",
+            "checkpoint/stall_seconds", "checkpoint/save_seconds", "checkpoint/save_bytes", "checkpoint/shared_bytes",
             "checkpoint/save_bytes_per_second",
         }  # fmt: skip
         assert values["checkpoint/save_bytes"] == pytest.approx(size, rel=0.01)

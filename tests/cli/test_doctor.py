@@ -128,6 +128,7 @@ def test_quick_measures_nothing(capsys: Any, here: Path, monkeypatch: pytest.Mon
     status, found = examine(capsys, *QUICK)
     assert (status, found["speeds"]) == (0, [])
     assert found["folder"]["page_cache"]["works"] or found["folder"]["kept_by"] != "disk"
+    assert found["folder"]["shared_blocks"]["accepted"] == (not found["folder"]["shared_blocks"]["reason"])
     assert "MiB/s" not in run(capsys, *QUICK)[1]
 
 

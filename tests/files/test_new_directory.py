@@ -25,9 +25,8 @@ import os, signal, sys
 from fastensor.files.new_directory import NewDirectory
 new = NewDirectory(sys.argv[1])
 new.create()
-if (child := os.fork()) == 0:
-    signal.pause()
-print(child, flush=True)
+if os.fork() == 0:
+    print(os.getpid(), flush=True)  # what a child does first has been done
 signal.pause()
 """
 

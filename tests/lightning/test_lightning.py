@@ -169,7 +169,7 @@ def test_monitor_logs_and_shows_every_save(pl: Any, tmp_path: Path) -> None:
     monitor = CheckpointMonitor(details=True)
     trainer = fit(pl, tmp_path, FastensorCheckpointIO(), logger=logger, callbacks=[monitor, Recorder()], max_epochs=3)
     metrics = (Path(logger.log_dir) / "metrics.csv").read_text()
-    for name in ("save_seconds", "save_bytes", "save_bytes_per_second"):
+    for name in ("save_seconds", "save_bytes", "shared_bytes", "save_bytes_per_second"):
         assert f"checkpoint/{name}" in metrics
     assert str(float(os.path.getsize(trainer.checkpoint_callback.best_model_path))) in metrics
     assert shown["save_s"] > 0

@@ -89,7 +89,7 @@ class Snapshot:
 
     @property
     def throttled(self) -> bool:
-        return self._throttled or self._streams
+        return self._throttled or self._streams or self.layout.throttled
 
     @property
     def checksums_first(self) -> bool:

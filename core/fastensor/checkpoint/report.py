@@ -53,6 +53,8 @@ class SaveReport:
     """Ways that were not possible, in the order in which they failed."""
     wait_seconds: float = 0.0
     """The part of ``write_seconds`` in which the save waited for the space of replaced files to be freed."""
+    shared_nbytes: int = 0
+    """Bytes that were not written, because the file shares blocks that have not changed with an earlier one."""
     freeing: Freeing = field(default_factory=Freeing, compare=False, repr=False)
     """The work left when the save was done: a thread frees the space of the replaced file. That keeps the disk busy,
     and the next save waits for it."""
@@ -61,10 +63,11 @@ class SaveReport:
 
     def __str__(self) -> str:
         kind = f"{'durable' if self.durable else 'not durable'}, {'atomic' if self.atomic else 'written in place'}"
+        shared = f"; {human_size(self.shared_nbytes)} unchanged and shared" * (self.shared_nbytes > 0)
         waited = f"; the program waited {human_seconds(self.stall_seconds)}" * (self.stall_seconds != self.seconds)
         return "\n".join(
             (
-                f"{_moved(self, 'saved')}; {kind}{waited}",
+                f"{_moved(self, 'saved')}; {kind}{shared}{waited}",
                 f"planned {human_seconds(self.plan_seconds)}, written {human_seconds(self.write_seconds)}, synced "
                 f"{human_seconds(self.sync_seconds)}, published {human_seconds(self.publish_seconds)}",
                 *map(str, self.fallbacks),

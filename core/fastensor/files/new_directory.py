@@ -10,7 +10,9 @@ import hashlib
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 from fastensor.files import posix
 from fastensor.files.atomic import LEFTOVER_SECONDS, leads_to
@@ -41,9 +43,12 @@ class NewDirectory:
         self.path = path
         self.hidden = _hidden_name(path) if hidden is None else hidden
         """The path while the directory is filled."""
+        self.contents = path
+        """The path of the directory that has the files in the end."""
         self._aside = _aside_name(self.hidden)
         """The path of what was replaced, where two renames are needed."""
         self._lock: int | None = None
+        _filled[os.path.realpath(self.hidden)] = self
         in_children(self, NewDirectory.forget)
 
     def create(self) -> None:
@@ -150,6 +155,18 @@ class NewDirectory:
         lock, self._lock = self._lock, None
         if lock is not None:
             posix.close_read_only(lock)
+
+
+_filled: weakref.WeakValueDictionary[str, NewDirectory] = weakref.WeakValueDictionary()
+"""The directories that this process may fill, by their paths meanwhile, symlinks followed."""
+
+
+def names_of(path: str) -> tuple[str, ...]:
+    """The path of a file, symlinks followed; and, if it is in a directory that is filled, the one that it will have."""
+    for folder in Path(path).parents:
+        if (found := _filled.get(str(folder))) is not None:
+            return path, found.contents + path.removeprefix(str(folder))
+    return (path,)
 
 
 def replace_link(target: str, link: str) -> None:

@@ -26,6 +26,7 @@ TEMPORARY_SUFFIX = ".fastensor-tmp"
 """Suffix of the names of files that are being written, and will then be renamed."""
 
 _FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
 _AT_EMPTY_PATH = 0x1000
 _AT_FDCWD = -100
 _AT_SYMLINK_NOFOLLOW = 0x100
@@ -45,6 +46,10 @@ _SYS_CACHESTAT = 451
 _CACHESTAT_NBYTES = 40  # five u64; the first one counts pages (linux/mman.h)
 _RESIDENCY_SAMPLES = 64
 _BTRFS = 0x9123683E
+_SHARING_FILESYSTEMS = {0x58465342: "xfs", _BTRFS: "btrfs", 0xCA451A4E: "bcachefs"}
+_FICLONERANGE = 0x4020940D
+"""The number of the request where most architectures have it. On others, the kernel does not know this one."""
+_MOVED_NBYTES = 64 << 20
 _NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 """Errors by which filesystems and kernels refuse files without names."""
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -189,6 +194,55 @@ def preallocate(fd: int, nbytes: int, *, keep_size: bool = False) -> bool:
                 return False
             raise
         return True
+
+
+def may_share_blocks(fd: int) -> bool:
+    """True if the filesystem is of a kind whose files can share blocks. It may still refuse that (XFS without
+    ``reflink``)."""
+    return _filesystem_type(fd) in _SHARING_FILESYSTEMS
+
+
+def share_blocks(source: int, begin: int, fd: int, offset: int, nbytes: int) -> None:
+    """Let a part of a file have the blocks of a part of another file, until one of both is written
+    (``ioctl_ficlonerange``). The source's part is on the disk then.
+
+    Args:
+        source: a file of the same filesystem, open for reading.
+        begin, offset: where the parts begin; multiples of the filesystem's blocks.
+        fd: open for writing. The file grows if the part ends behind its end.
+        nbytes: a multiple of the blocks, too.
+
+    Raises:
+        OSError: the filesystem refuses it, for example because it has no shared blocks (EOPNOTSUPP), or no space for
+            its notes (ENOSPC). The file's part is undefined.
+    """
+    fcntl.ioctl(fd, _FICLONERANGE, struct.pack("=qQQQ", source, begin, nbytes, offset))
+
+
+def move_bytes(source: int, begin: int, fd: int, offset: int, nbytes: int) -> None:
+    """Move a part of a file into another one of the same filesystem, which shares blocks for that where it can
+    (``copy_file_range``). Little by little, since a quota counts a shared block in both files.
+
+    Args:
+        source: open for reading and writing. The part, up to the end of its last block of 4096 bytes, is a hole then.
+        begin, offset: where the parts begin; multiples of the filesystem's blocks, which make it fast.
+        fd: open for writing.
+        nbytes: size of the parts.
+
+    Raises:
+        OSError: there is no space, or the source ends before.
+    """
+    while nbytes:
+        moved = os.copy_file_range(source, fd, min(nbytes, _MOVED_NBYTES), begin, offset)
+        check_end(moved, min(nbytes, 1), begin)
+        _punch_hole(source, begin, -(-moved // ASSUMED_ALIGNMENT) * ASSUMED_ALIGNMENT)
+        begin, offset, nbytes = begin + moved, offset + moved, nbytes - moved
+
+
+def _punch_hole(fd: int, offset: int, nbytes: int) -> None:
+    with contextlib.suppress(OSError):  # the space is freed when the file is
+        mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
+        _call("fallocate64", fd, mode, ctypes.c_int64(offset), ctypes.c_int64(nbytes))
 
 
 def truncate(fd: int, nbytes: int) -> None:

@@ -27,13 +27,15 @@ from fastensor.stitch.safetensors_header import (
     is_unicode,
 )
 from fastensor.stitch.shape import is_shape
-from fastensor.stitch.signatures import MAX_HEADER_NBYTES
+from fastensor.stitch.signatures import LENGTH_NBYTES, MAX_HEADER_NBYTES
 from fastensor.stitch.source import Plan
 
 OF_TORCH = {"format": "pt"}
 """The metadata by which other libraries know that the tensors are torch's. Accelerate, huggingface_hub and transformers
 before 5 take a file without metadata, and refuse one whose metadata name no format."""
 _ALIGNMENT = 8
+_PAGE_NBYTES = 4096
+_PADDING_LIMIT = 0.01
 _TO_FILE = {dtype: name for name, dtype in FROM_FILE.items()}
 _RANK = {name: rank for rank, (name, _, _) in enumerate(DTYPES)}
 
@@ -92,7 +94,8 @@ def plan(tensors: Any, *, metadata: Mapping[str, str] | None, checksums: bool) -
             segments.append(Payload(begins[index], nbytes, index, before=before, behind=behind))
     found = ENTRY.search(header) if checksums else None
     storages = tuple(checked[name].untyped_storage() for name in order)
-    return SafetensorsPlan(Image(segments), storages, header, found.end() if found else None)
+    blanks = found.end() if found else None
+    return SafetensorsPlan(Image(segments), storages, header, blanks, tensors=tuple(checked.values()))
 
 
 def _header(
@@ -111,7 +114,8 @@ def _header(
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
     if is_ours:
         text = ENTRY.sub(lambda entry: entry[0][:-1] + MARK + entry[0][-1:], text, count=1)
-    text += b" " * (-len(text) % _ALIGNMENT)
+    alignment = _PAGE_NBYTES if is_ours and _PADDING_LIMIT * at > _PAGE_NBYTES else _ALIGNMENT
+    text += b" " * (-(LENGTH_NBYTES + len(text)) % alignment)
     if len(text) > MAX_HEADER_NBYTES:
         raise UnsupportedContentError(
             f"the header would take {len(text)} bytes, but readers of safetensors accept {MAX_HEADER_NBYTES}: "

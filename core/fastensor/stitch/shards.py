@@ -123,6 +123,7 @@ class _ShardBuilder:
         self._offsets: list[int] = []
         self._storages: list[torch.UntypedStorage | FileBytes] = []
         self._items: list[ShardItem] = []
+        self._tensors: list[torch.Tensor] = []
         self._end = 0
         """Offset of the next item."""
         self._pending: list[bytes] = []
@@ -136,6 +137,7 @@ class _ShardBuilder:
         if isinstance(content, torch.Tensor):
             found = _borrowed(content)
             if found is not None:
+                self._tensors.append(content)
                 self._add_archive(*found)
                 return
             content = _saved_by_torch(content)
@@ -175,7 +177,7 @@ class _ShardBuilder:
         """The plan of the whole file."""
         self._flush()
         image = Image.tiled(tuple(self._segments), self._offsets, self._end)
-        return ShardPlan(image, tuple(self._storages), tuple(self._items))
+        return ShardPlan(image, tuple(self._storages), tuple(self._items), tensors=tuple(self._tensors))
 
 
 class _Compacted:

@@ -69,6 +69,9 @@ class Plan:
     image: Image
     storages: tuple[torch.UntypedStorage | FileBytes, ...]
     """Payload segment ``i`` of the image is ``storages[i]``, or a part of it."""
+    tensors: tuple[torch.Tensor, ...] = field(default=(), kw_only=True, compare=False, repr=False)
+    """The tensors that were seen in the object, which show these storages. Their version counters say when these were
+    changed, unless that was done behind torch's back."""
     progress: Callable[[int], object] = field(default=lambda done: None, kw_only=True, compare=False, repr=False)
     """Called with the bytes of the file that have been staged, after each window, in the thread that stages. What it
     raises ends the transfer."""
@@ -99,7 +102,7 @@ class Plan:
 
     def released(self) -> Plan:
         """The same plan without the borrowed memory."""
-        return replace(self, storages=())
+        return replace(self, storages=(), tensors=())
 
     def with_storages(self, storages: Sequence[torch.UntypedStorage | FileBytes]) -> Plan:
         """The same plan with other memory, or files, in place of what it borrows."""

@@ -77,6 +77,8 @@ class Recording:
     """Each storage once, in the order of the keys that torch has given them, which are numbers."""
     dtypes: tuple[torch.dtype | None, ...]
     """The dtype of the first object that had each storage; None if that was an untyped storage."""
+    tensors: tuple[torch.Tensor, ...]
+    """The tensors in the object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ def plan(obj: object, *, pickle_module: Any, pickle_protocol: int) -> TorchZip:
             raise LayoutError("the object holds a storage on the meta device, which has no bytes to save")
     alignment = choose_alignment(sizes)
     image = small_records_of_torch(alignment).lay_out(recording.data, sizes, alignment)
-    return TorchZip(image, recording.storages, recording, alignment)
+    return TorchZip(image, recording.storages, recording, alignment, tensors=recording.tensors)
 
 
 def write_values(obj: object, file: BinaryIO) -> None:
@@ -292,6 +294,7 @@ class _Recorder:
         self._module = pickle_module
         self._data: bytes | None = None
         self._ids = StorageIds()
+        self._tensors: list[torch.Tensor] = []
         recorder = self
         is_known = torch_is_known()
 
@@ -306,8 +309,12 @@ class _Recorder:
 
                 def persistent_id(self: Any, obj: Any) -> Any:
                     if type(obj) in _NEVER_STORAGES:
+                        if type(obj) is torch.Tensor:
+                            recorder._tensors.append(obj)
                         return None
                     pid = recorder._ids.of(obj)
+                    if pid is None and issubclass(type(obj), torch.Tensor):
+                        recorder._tensors.append(obj)
                     if not is_known and pid != (of_torch := by_torch(self, obj)):
                         raise LayoutError(f"torch {torch.__version__} names a storage {of_torch}, expected {pid}")
                     return pid
@@ -336,9 +343,10 @@ class _Recorder:
                 _save(obj, io.BytesIO(), pickle_module=self, pickle_protocol=pickle_protocol)
             if self._data is None:
                 raise LayoutError("torch.save did not pickle through the pickle module that it was given")
-            return Recording(self._data, tuple(self._ids.storages), tuple(self._ids.dtypes))
+            storages, dtypes = tuple(self._ids.storages), tuple(self._ids.dtypes)
+            return Recording(self._data, storages, dtypes, tuple(self._tensors))
         finally:
-            self._data, self._ids = None, StorageIds()
+            self._data, self._ids, self._tensors = None, StorageIds(), []
 
 
 def _no_more(self: Any, obj: Any) -> None:

@@ -16,13 +16,14 @@ from fastensor.checkpoint.writing.freeing import wait_for_space
 from fastensor.files import posix
 
 OS_CALLS = (
-    *("open", "close", "dup", "stat", "lstat", "fstat", "lseek", "scandir", "statvfs", "mkdir", "readlink"),
-    *("pwrite", "write", "pread", "preadv", "fsync", "sync", "ftruncate", "posix_fadvise", "memfd_create"),
+    *("open", "close", "dup", "stat", "lstat", "fstat", "lseek", "scandir", "statvfs", "fstatvfs", "mkdir", "readlink"),
+    *("pwrite", "write", "pread", "preadv", "copy_file_range", "fsync", "sync", "ftruncate", "posix_fadvise"),
+    "memfd_create",
     *("rename", "link", "unlink", "symlink", "fchmod", "fchown"),
     *("listxattr", "getxattr", "setxattr", "removexattr"),
 )
 """Functions of ``os`` that are intercepted."""
-FCNTL_CALLS = ("fcntl", "flock")
+FCNTL_CALLS = ("fcntl", "flock", "ioctl")
 """Functions of ``fcntl`` that are intercepted."""
 
 

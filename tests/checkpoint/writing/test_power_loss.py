@@ -14,6 +14,7 @@ import pytest
 import torch
 from disk_model import File, Link, Operation, Rename, Resize, SyncFile, SyncFolder, Write
 from power_loss import look_at, power_failures, recorded, replay
+from sharing import SharingDisk
 
 import fastensor
 from fastensor import FastensorError
@@ -121,6 +122,21 @@ def test_what_is_recorded_is_what_happens(
     assert kinds.count(SyncFile) == kinds.count(SyncFolder) == 1
     assert kinds.count(Link) == (temporaries == "nameless")
     assert kinds.count(Rename) == (overwrite or temporaries == "named")
+
+
+@samples
+@pytest.mark.usefixtures("temporaries")
+def test_a_save_that_shares_blocks(tmp_path: Path, judge: Judge, sample: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = SharingDisk(monkeypatch)
+    fastensor.save(NEW, tmp_path / "base.ckpt")
+    recording = record(tmp_path / "saved" / "x", backend="direct", overwrite=True, durable=True)
+    assert disk.nbytes > 2 << 20
+    assert replay(recording.before, recording.operations) == recording.after
+    found = recording.verdicts(judge, sample)
+    assert found[0] == {"old"}
+    assert {"old", "new"} in found, "no moment is left open: the model has lost its point"
+    assert all(verdicts <= {"old", "new"} for verdicts in found)
+    assert found[-1] == {"new"}
 
 
 @samples

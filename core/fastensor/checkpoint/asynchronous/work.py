@@ -186,7 +186,8 @@ class Save(PendingWork):
     def _end(self, stage: SaveStage, outcome: SaveReport | BaseException) -> None:
         with self._lock:
             self._enter(stage)
-        self._counters.count(stage, self.nbytes if stage == "durable" else 0)
+        nbytes, shared_nbytes = (outcome.nbytes, outcome.shared_nbytes) if isinstance(outcome, SaveReport) else (0, 0)
+        self._counters.count(stage, nbytes, shared_nbytes)
         self.end(outcome)
 
     def _enter(self, stage: SaveStage) -> None:

@@ -315,6 +315,7 @@ class AsyncWriter:
             stall_seconds=self._counters.stall_seconds,
             staging_bytes=self._pool.nbytes,
             peak_staging_bytes=self._pool.peak_nbytes,
+            shared_nbytes=self._counters.shared_nbytes,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -355,6 +356,7 @@ class AsyncWriter:
                 _announce("the file has to be written in place")
                 save.run_now(plan)
                 return
+            plan = transaction.share(plan)
             self._reserve(plan.nbytes)
             if self._settings.when_busy == "skip" and not self._pool.has_room(plan.nbytes):
                 _logger.warning("skipped, because earlier saves are not done: %s", save.path)

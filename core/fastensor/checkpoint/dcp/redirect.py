@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from fastensor.checkpoint.dcp.reader import FastensorStorageReader
 from fastensor.checkpoint.dcp.writer import FastensorStorageWriter
+from fastensor.checkpoint.writing.save_transaction import ShareUnchanged
 from fastensor.errors import CheckpointReadError, CheckpointWriteError, CorruptCheckpointError, NotACheckpointError
 from fastensor.files.replacing import replacing, wrap_method
 from fastensor.select.transfer import BackendChoice
@@ -128,6 +129,7 @@ def save_shards(
     *,
     durable: bool,
     backend: BackendChoice,
+    share_unchanged: ShareUnchanged,
     **options: Any,
 ) -> FastensorStorageWriter:
     """:func:`save_now` with a storage that was used before, or copy the shards for a save to come.
@@ -137,7 +139,7 @@ def save_shards(
         path: the directory.
         storage: what an earlier call has returned, so that its memory for copies is used again; None for the first one.
         later: gets a function that writes the copies; None writes the shards themselves, now.
-        durable, backend: as for the storage.
+        durable, backend, share_unchanged: as for the storage.
         options: as for ``dcp.save``.
 
     Returns:
@@ -147,7 +149,7 @@ def save_shards(
         CheckpointWriteError: as :func:`save_now`.
     """
     storage = storage or FastensorStorageWriter(path)
-    storage.sync_files, storage.backend = durable, backend
+    storage.sync_files, storage.backend, storage.share_unchanged = durable, backend, share_unchanged
     storage.reset(path)
     if later is None:
         save_now(state_dict, storage, **options)

@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,7 +51,13 @@ from fastensor.checkpoint.dcp.storage import Directory, InDirectory
 from fastensor.checkpoint.directories import METADATA_NAME, SHARD_NAMES, is_metadata_name
 from fastensor.checkpoint.writing.freeing import wait_for_space
 from fastensor.checkpoint.writing.outputs import Output, StreamOutput
-from fastensor.checkpoint.writing.save_transaction import write_by_backend
+from fastensor.checkpoint.writing.save_transaction import (
+    ShareUnchanged,
+    check_share_unchanged,
+    write_by_backend,
+    write_contents,
+)
+from fastensor.checkpoint.writing.shared_blocks import share_blocks
 from fastensor.errors import CheckpointWriteError, UnsupportedContentError
 from fastensor.files import posix
 from fastensor.files.arguments import check_flags, check_whole, checks_keywords
@@ -111,6 +117,7 @@ class FastensorStorageWriter(InDirectory, FileSystemWriter):
             ``torch.distributed.checkpoint`` reads them through ``.metadata``.
         backend: as for :func:`fastensor.save`.
         storage_options: what ``fsspec`` needs besides the URL.
+        share_unchanged: as for :func:`fastensor.save`. What ``dcp.async_save`` has copied is written each time.
 
     Raises:
         UnknownFilesystemError: ``fsspec`` cannot reach the URL.
@@ -135,8 +142,10 @@ class FastensorStorageWriter(InDirectory, FileSystemWriter):
         *,
         backend: BackendChoice = registry.AUTO,
         storage_options: Mapping[str, Any] | None = None,
+        share_unchanged: ShareUnchanged = True,
     ) -> None:
         check_choice(backend)
+        check_share_unchanged(share_unchanged)
         check_flags(
             single_file_per_rank=single_file_per_rank,
             sync_files=sync_files,
@@ -156,6 +165,7 @@ class FastensorStorageWriter(InDirectory, FileSystemWriter):
             serialization_format,
         )
         self.backend = backend
+        self.share_unchanged = share_unchanged
         self._storage_options = storage_options
         self._begun: _Begun | None = None
         self._thread = 0
@@ -319,7 +329,8 @@ class FastensorStorageWriter(InDirectory, FileSystemWriter):
         if skips_values():
             announce("stitching", NO_VALUES)
         plan = shards.plan(_content(planner, item) for item in ordered)
-        checksums = self._write_plan(name, plan)
+        names = {found.storage: item.index.fqn for item, found in zip(ordered, plan.items, strict=True)}
+        checksums = self._write_plan(name, plan, names.__getitem__)
         results = []
         for item, found in zip(ordered, plan.items, strict=True):
             crc32 = found.crc32(checksums) if checksums is not None else None
@@ -344,16 +355,24 @@ class FastensorStorageWriter(InDirectory, FileSystemWriter):
                 posix.sync_file(output.fd)
             output.replace(durable=durable)
 
-    def _write_plan(self, name: str, plan: Plan) -> Sequence[int] | None:
-        """Write a planned file. Returns the CRC32s of its storages; None if they are not known."""
+    def _write_plan(self, name: str, plan: Plan, name_of: Callable[[int], str] | None = None) -> Sequence[int] | None:
+        """Write a planned file. Returns the CRC32s of its storages; None if they are not known.
+
+        Args:
+            name: of the file.
+            plan: of the file.
+            name_of: as for :func:`~fastensor.checkpoint.writing.shared_blocks.share_blocks`.
+        """
+        write = partial(write_by_backend, backend=self.backend, durable=self.sync_files)
         with self._created(name) as output:
-            output.begin(plan.nbytes)
             if isinstance(output, StreamOutput):
+                output.begin(plan.nbytes)
                 return stream.write_stream(plan, output.write)
-            transfer, checksums = write_by_backend(plan, output, [], backend=self.backend, durable=self.sync_files)
-            if plan.checksums_first:
-                output.write_at(memoryview(plan.head(checksums)), 0)
+            rest, blocks = share_blocks(plan, output, self.share_unchanged, name_of)
+            with blocks.writing() as new:
+                transfer, checksums = write_contents(rest, new, [], write)
         transfer.done(time.perf_counter() - transfer.started)
+        checksums = blocks.remember(checksums)
         return checksums if len(checksums) == len(plan.storages) else None
 
     def _write_safetensors(self, planner: SavePlanner, name: str, items: Sequence[WriteItem]) -> list[WriteResult]:

@@ -14,7 +14,14 @@ from fastensor.backends.registry import Fallback, record_fallback
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.progress import Progress, reporting
 from fastensor.checkpoint.report import SaveReport
-from fastensor.checkpoint.writing.save_transaction import ByTorch, Planner, SaveTransaction, Writer
+from fastensor.checkpoint.writing.save_transaction import (
+    ByTorch,
+    Planner,
+    SaveTransaction,
+    ShareUnchanged,
+    Writer,
+    check_share_unchanged,
+)
 from fastensor.errors import LayoutError
 from fastensor.files.arguments import check_flags, checks_keywords, did_you_mean
 from fastensor.select.transfer import BackendChoice
@@ -40,6 +47,7 @@ def save(
     follow_symlinks: bool = True,
     pickle_module: Any = pickle,
     pickle_protocol: int = DEFAULT_PROTOCOL,
+    share_unchanged: ShareUnchanged = True,
     progress: Progress | None = None,
 ) -> SaveReport:
     """Save an object as ``torch.save`` does, atomically, durably, with checksums, at the speed of the disk.
@@ -81,6 +89,13 @@ def save(
         follow_symlinks: whether a symlink's target is replaced, or the link itself by a file.
         pickle_module: as for ``torch.save``.
         pickle_protocol: as for ``torch.save``.
+        share_unchanged: whether tensors that have not changed since this process has saved them last are not written
+            again: on XFS, btrfs and bcachefs, the new file shares their blocks with the old one, if that is still as it
+            was written. Other filesystems are not affected. A tensor may only be shared if its storage is the same
+            object and torch counts no change of it (``Tensor._version``). Since nobody counts what is written through
+            ``.data``, or by other libraries, the tensor is compared with the CRC32 in the old file, which reads its
+            bytes once. ``"trust"`` compares only one in sixteen bytes, others each time; it is for programs that
+            write no tensor in such a way. False writes everything.
         progress: called after every few MiB with the bytes that are on their way to the disk and the bytes of the file.
             The sync comes after that. What it raises ends the save, and the old file is kept as after any failure.
 
@@ -91,8 +106,8 @@ def save(
         CheckpointWriteError: the operating system or the remote filesystem refused an operation. The old file is still
             at ``path``, unless the message says that the new file is in place but may not survive a power failure. An
             open file, or a file that is written in place, holds a part of the new contents.
-        StateChangedError: a storage was resized meanwhile. The old file is still at ``path``, unless it is written in
-            place.
+        StateChangedError: a storage was resized meanwhile; or with ``share_unchanged="trust"``, a tensor was changed
+            and torch has not counted that. The old file is still at ``path``, unless it is written in place.
         UnsupportedContentError: a safetensors file cannot hold the object.
         UnknownFilesystemError: ``fsspec`` cannot reach the URL.
         UnknownBackendError: no backend has that name.
@@ -114,8 +129,9 @@ def save(
     torch.Size([2, 3])
     """
     settings = SaveSettings(
-        metadata, checksums, container, backend, durable, follow_symlinks, pickle_module, pickle_protocol
-    )
+        metadata, checksums, container, backend, durable, follow_symlinks, pickle_module, pickle_protocol,
+        share_unchanged,
+    )  # fmt: skip
     transaction, plan = settings.prepare(obj, path)
     if progress is None:
         return transaction.run(plan)
@@ -146,6 +162,7 @@ class SaveOptions(TypedDict, total=False):
     follow_symlinks: bool
     pickle_module: Any
     pickle_protocol: int
+    share_unchanged: ShareUnchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +177,11 @@ class SaveSettings:
     follow_symlinks: bool = True
     pickle_module: Any = pickle
     pickle_protocol: int = DEFAULT_PROTOCOL
+    share_unchanged: ShareUnchanged = True
 
     def __post_init__(self) -> None:
         check_flags(checksums=self.checksums, durable=self.durable, follow_symlinks=self.follow_symlinks)
+        check_share_unchanged(self.share_unchanged)
 
     def prepare(
         self, obj: object, path: Location, *, write_shared: Writer | None = None
@@ -183,6 +202,7 @@ class SaveSettings:
             durable=self.durable,
             follow_symlinks=self.follow_symlinks,
             write_shared=write_shared,
+            share_unchanged=self.share_unchanged,
         )
         return transaction, planner
 

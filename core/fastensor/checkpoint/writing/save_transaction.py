@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
-from typing import BinaryIO, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, TypeAlias
 
 from fastensor.backends import registry, stream
 from fastensor.backends.registry import Fallback, can_write, record_fallback
@@ -21,11 +21,15 @@ from fastensor.checkpoint.writing.outputs import InPlace, OpenFile, Output, Repl
 from fastensor.checkpoint.writing.target import open_output, resolve_target
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError
 from fastensor.files import posix
+from fastensor.files.arguments import did_you_mean
 from fastensor.files.atomic import NewFile
 from fastensor.files.os_errors import write_errors
 from fastensor.select.context import Context
 from fastensor.select.transfer import BackendChoice, Transfer, check_choice
 from fastensor.stitch.source import Plan, Source
+
+if TYPE_CHECKING:
+    from fastensor.checkpoint.writing.shared_blocks import SharedBlocks
 
 _ONLY_TORCH = "it could not be laid out without torch"
 _FAILED = "the save failed"
@@ -46,6 +50,21 @@ Writer: TypeAlias = Callable[[Source, NewFile, list[Fallback]], tuple[Transfer, 
 """Writes the contents of a new file as :func:`write_by_backend` does."""
 
 
+ShareUnchanged: TypeAlias = bool | Literal["trust"]
+"""Whether a new file shares blocks with earlier ones. ``"trust"`` takes the version counters of tensors for true, and
+compares samples only."""
+
+
+def check_share_unchanged(value: object) -> None:
+    """
+    Raises:
+        ValueError: the value is no :data:`ShareUnchanged`.
+    """
+    if not isinstance(value, bool) and value != "trust":
+        hint = did_you_mean(str(value), ("trust",))
+        raise ValueError(f"share_unchanged is True, False or 'trust', found {value!r}{hint}")
+
+
 class SaveTransaction:
     """One save of one file: planned, opened, written, published. Use it in one thread at a time.
 
@@ -55,7 +74,8 @@ class SaveTransaction:
         path: the target.
         backend, durable, follow_symlinks: as for :func:`fastensor.save`.
         write_shared: writes the contents of a new file, if other processes take part, for which the file has a hidden
-            name from the start.
+            name from the start. Such a file shares no blocks.
+        share_unchanged: as for :func:`fastensor.save`.
 
     Raises:
         CheckpointWriteError: the target must not be replaced.
@@ -71,6 +91,7 @@ class SaveTransaction:
         durable: bool,
         follow_symlinks: bool,
         write_shared: Writer | None = None,
+        share_unchanged: ShareUnchanged = False,
     ) -> None:
         self._started = time.perf_counter()
         check_choice(backend)
@@ -93,6 +114,9 @@ class SaveTransaction:
                 record_fallback(self._fallbacks, backend, _NESTED)
             backend = _NEEDS_NO_THREAD
         self._hidden = write_shared is not None
+        self._share_unchanged = share_unchanged if write_shared is None and not self._nested else False
+        self._blocks: SharedBlocks | None = None
+        """The blocks that the new file shares."""
         self._choose_and_write = write_shared or partial(write_by_backend, backend=backend, durable=durable)
 
     def run(self, plan: Planner) -> SaveReport:
@@ -115,7 +139,8 @@ class SaveTransaction:
         with closing(self):
             if not self._nested:
                 wait_to_replace(self.target)
-            return self.move(planned)
+            self.open()
+            return self.move(self.share(planned) if isinstance(planned, Plan) else planned)
 
     def plan(self, plan: Planner) -> Plan | ByTorch:
         """Plan the file."""
@@ -146,6 +171,22 @@ class SaveTransaction:
             output.close()
         return isinstance(output, InPlace)
 
+    def share(self, plan: Plan) -> Plan:
+        """Let the opened file share blocks with earlier ones, once. Returns what is left to be written.
+
+        Raises:
+            CheckpointWriteError: the filesystem cannot be asked.
+            StateChangedError: as :func:`~fastensor.checkpoint.writing.shared_blocks.share_blocks`.
+        """
+        new = self._output
+        if self._share_unchanged and self._blocks is None and isinstance(new, Replacement):
+            with _saying_what_is_left(new), self._at("write"):
+                if posix.may_share_blocks(new.fd):
+                    from fastensor.checkpoint.writing.shared_blocks import share_blocks  # which few filesystems need
+
+                    plan, self._blocks = share_blocks(plan, new, self._share_unchanged)
+        return plan
+
     def close(self) -> None:
         """Close the output, and remove a new file that was not published. Calling this again does nothing.
 
@@ -173,7 +214,7 @@ class SaveTransaction:
             if not output.atomic:
                 self._commit()
             with self._at("write"):
-                transfer, backend, reason = self._write(source, output)
+                transfer, checksums, backend, reason = self._write(source, output)
                 nbytes = output.end()
             durable = self._durable and output.is_synced and self._synced(output.fd)
             taken = time.perf_counter() - transfer.started if transfer is not None else 0.0
@@ -181,6 +222,8 @@ class SaveTransaction:
                 self._commit()
             with self._at("publish"):
                 freeing = output.replace(durable=self._durable, free_later=not self._nested)
+        if self._blocks is not None:
+            self._blocks.remember(checksums)
         if transfer is not None:
             transfer.done(taken)
         seconds = time.perf_counter() - self._started
@@ -200,6 +243,7 @@ class SaveTransaction:
             fallbacks=tuple(self._fallbacks),
             wait_seconds=self.seconds.get("wait", 0.0),
             freeing=freeing,
+            shared_nbytes=self._blocks.nbytes if self._blocks is not None else 0,
         )
 
     def _commit(self) -> None:
@@ -229,7 +273,7 @@ class SaveTransaction:
         self.stage = stage
         started = time.perf_counter()
         yield
-        self.seconds[stage] = time.perf_counter() - started
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
 
     def _synced(self, fd: int) -> bool:
         """Sync the file. Returns whether its contents survive a power failure then."""
@@ -237,27 +281,27 @@ class SaveTransaction:
             posix.sync_file(fd)
         return posix.memory_filesystem(fd) is None
 
-    def _write(self, source: Source | ByTorch, output: Output) -> tuple[Transfer | None, str, str]:
-        """Write the contents. Returns the transfer, if a backend was chosen; the name of who has written, and why."""
+    def _write(self, source: Source | ByTorch, output: Output) -> tuple[Transfer | None, Sequence[int], str, str]:
+        """Write the contents. Returns the transfer, if a backend was chosen, and the CRC32s that it has found; the name
+        of who has written, and why."""
         if isinstance(source, ByTorch):
             output.begin(0)
             from fastensor.backends.torch import file_for_torch  # few files are written so
 
             with file_for_torch(output.write_at) as file:
                 source.write(file)
-            return None, "torch", _ONLY_TORCH
+            return None, (), "torch", _ONLY_TORCH
         if isinstance(output, Replacement) and not self._nested:
             started = time.perf_counter()
             wait_for_space()
             self.seconds["wait"] = time.perf_counter() - started
-        output.begin(source.nbytes)
         if isinstance(output, StreamOutput):
+            output.begin(source.nbytes)
             stream.write_stream(source, output.write)
-            return None, stream.NAME, output.why
-        transfer, checksums = self._choose_and_write(source, output, self._fallbacks)
-        if source.checksums_first:
-            output.write_at(memoryview(source.head(checksums)), 0)
-        return transfer, transfer.used, _NESTED if self._nested else transfer.reason
+            return None, (), stream.NAME, output.why
+        with nullcontext(output) if self._blocks is None else self._blocks.writing() as new:
+            transfer, checksums = write_contents(source, new, self._fallbacks, self._choose_and_write)
+        return transfer, checksums, transfer.used, _NESTED if self._nested else transfer.reason
 
 
 @contextmanager
@@ -271,6 +315,22 @@ def _saying_what_is_left(output: Output) -> Iterator[None]:
         if not (output.atomic or isinstance(error, CheckpointWriteError)):
             error.add_note(output.left())
         raise
+
+
+def write_contents(
+    source: Source, new: Replacement, fallbacks: list[Fallback], write: Writer
+) -> tuple[Transfer, Sequence[int]]:
+    """Reserve the space of a new file, and write its contents and its head, as :func:`write_by_backend`.
+
+    Args:
+        source, new, fallbacks: as there.
+        write: writes the contents.
+    """
+    new.begin(source.nbytes)
+    transfer, checksums = write(source, new, fallbacks)
+    if source.checksums_first:
+        new.write_at(memoryview(source.head(checksums)), 0)
+    return transfer, checksums
 
 
 def write_by_backend(

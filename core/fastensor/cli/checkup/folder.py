@@ -7,6 +7,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from fastensor.backends import registry
 from fastensor.cli.checkup import Advice
@@ -52,6 +53,15 @@ class DirectIO:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockSharing:
+    """Blocks that files have in common (FICLONERANGE): saves do not write again what has not changed."""
+
+    accepted: bool
+    reason: str
+    """Reason for which files share none; empty if they can."""
+
+
+@dataclass(frozen=True, slots=True)
 class PageCache:
     """Result of a test of the page cache: a file was written, found in it, and evicted."""
 
@@ -80,6 +90,7 @@ class Folder:
     space: Space | None = None
     direct: DirectIO | None = None
     page_cache: PageCache | None = None
+    shared_blocks: BlockSharing | None = None
     machine: dict[str, str] = field(default_factory=dict)
     """The identity by which dictionaries are kept apart."""
 
@@ -99,8 +110,9 @@ def examine(path: str) -> Folder:
         if not stat.S_ISDIR(os.stat(path).st_mode):
             return replace(found, error="it is no folder")
         found = replace(found, space=_space(os.statvfs(path)))
-        with tempfile.TemporaryFile(prefix=PREFIX, dir=path, buffering=0) as file:
-            return _try(found, file.fileno())
+        new = partial(tempfile.TemporaryFile, prefix=PREFIX, dir=path, buffering=0)
+        with new() as file, new() as another:
+            return _try(found, file.fileno(), another.fileno())
     except FileNotFoundError:
         return replace(found, error="there is no such folder")
     except OSError as error:
@@ -114,11 +126,23 @@ def _space(found: os.statvfs_result) -> Space | None:
     return Space(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize, files_left)
 
 
-def _try(found: Folder, fd: int) -> Folder:
-    """Add what can be found out with an empty, open file in the folder."""
+def _try(found: Folder, fd: int, another: int) -> Folder:
+    """Add what can be found out with two empty, open files in the folder."""
     posix.write_fully(fd, memoryview(bytes(_PROBE_NBYTES)), 0)
     posix.sync_file(fd)
-    return replace(found, page_cache=_page_cache(fd), direct=_direct_io(fd))
+    shared_blocks = _shared_blocks(fd, another, found.filesystem)
+    return replace(found, page_cache=_page_cache(fd), direct=_direct_io(fd), shared_blocks=shared_blocks)
+
+
+def _shared_blocks(fd: int, another: int, filesystem: str) -> BlockSharing:
+    if not posix.may_share_blocks(fd):
+        where = filesystem or "this filesystem"
+        return BlockSharing(False, f"files share no blocks on {where}; on XFS and btrfs they can")
+    try:
+        posix.share_blocks(fd, 0, another, 0, _PROBE_NBYTES)
+    except OSError as error:
+        return BlockSharing(False, f"{filesystem} refuses ({error.strerror}); XFS can if made with -m reflink=1")
+    return BlockSharing(True, "")
 
 
 def _page_cache(fd: int) -> PageCache:
@@ -148,6 +172,7 @@ def facts(found: Folder) -> dict[str, str]:
         "free": _describe_space(found.space) if found.space else "",
         "O_DIRECT": _describe_direct(found.direct) if found.direct else "",
         "page cache": _describe_page_cache(found.page_cache) if found.page_cache else "",
+        "sharing": _describe_shared_blocks(found.shared_blocks) if found.shared_blocks else "",
     }
 
 
@@ -160,6 +185,10 @@ def _describe_direct(direct: DirectIO) -> str:
     if not direct.accepted:
         return f"no: {direct.reason}"
     return f"yes, in blocks of {direct.offset_alignment} bytes from memory aligned to {direct.memory_alignment}"
+
+
+def _describe_shared_blocks(shared: BlockSharing) -> str:
+    return "yes, of blocks: saves write what has changed" if shared.accepted else f"no: {shared.reason}"
 
 
 def _describe_page_cache(cache: PageCache) -> str:
