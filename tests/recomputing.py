@@ -18,7 +18,7 @@ def plans_that_recompute(which: Callable[[int], bool] = lambda number: True, *, 
     """Patch for a ``with`` block. From the second pass of a kind on, the blocks of these numbers that can be computed
     again are; all else stays, or the inputs of these blocks leave."""
 
-    def plan(profile: StepProfile, limit: int, rates: TransferRates) -> OffloadPlan:
+    def plan(profile: StepProfile, limit: int, rates: TransferRates, among: object = None) -> OffloadPlan:
         blocks = frozenset(number for number, one in enumerate(profile.blocks) if one.tensors and which(number))
         out = frozenset(len(profile.tensors) + number for number in blocks if inputs_leave)
         return OffloadPlan(out, predict_with_blocks(profile, out, blocks, rates), blocks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -38,7 +41,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
     >>> list(find_blocks(model)), list(find_blocks(model, ["0"]))
     (['1', '2'], ['0'])
     """
-    repeated = set() if patterns else {id(one) for module in model.modules() for one in _repeated(module)}
+    repeated = set() if patterns else {id(one) for one in _all_repeated(model)}
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -48,24 +51,25 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
     return found
 
 
-def _repeated(module: nn.Module | None) -> list[nn.Module]:
-    """The blocks in a list: others of their class are beside them, or they are there several times."""
-    if not isinstance(module, nn.ModuleList | nn.Sequential):
-        return []
-    children = [one for one in module._modules.values() if one is not None and _may_be_block(one)]
-    kinds = [type(one) for one in children]
-    return [one for one in children if kinds.count(type(one)) > 1]
+def _all_repeated(model: nn.Module) -> list[nn.Module]:
+    """The blocks in all lists of a model, those inside of blocks included: others of their class are beside them, or
+    they are there several times. Of ``Sequential`` ones that hold blocks, such as the stages of a network, these."""
+    found, holders = list[nn.Module](), set[nn.Module]()
+    for module in reversed(list(model.modules())):  # what is inside comes first
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        inside = [one for one in module._modules.values() if one is not None]
+        children = [one for one in inside if _may_be_block(one) and one not in holders]
+        kinds = [type(one) for one in children]
+        found += (repeated := [one for one in children if kinds.count(type(one)) > 1])
+        if type(module) is nn.Sequential and (repeated or not holders.isdisjoint(inside)):
+            holders.add(module)
+    return found
 
 
 def _may_be_block(module: nn.Module) -> bool:
     is_scripted = isinstance(module, torch.jit.ScriptModule)
-    return any(True for _ in module.children()) and _has_forward(module) and not (is_scripted or _holds_blocks(module))
-
-
-def _holds_blocks(module: nn.Module) -> bool:
-    """True for a ``Sequential`` of blocks, such as a stage of a network."""
-    is_sequence = type(module) is nn.Sequential
-    return is_sequence and (bool(_repeated(module)) or any(_holds_blocks(one) for one in module.children()))
+    return next(module.children(), None) is not None and _has_forward(module) and not is_scripted
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -74,10 +78,17 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def inputs_of(args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[list[torch.Tensor], bool]:
-    """The tensors that a block is called with, those in tuples, lists and dicts included; and whether it gets nothing
-    else that it could change, such as a cache of keys and values."""
+    """The tensors that a block is called with, those in tuples, lists and dicts included; and whether they can be saved
+    for the backward pass, and the block gets nothing else that it could change, such as a cache of keys and values."""
     leaves, _ = tree_flatten((args, dict(options)))
-    return [one for one in leaves if isinstance(one, torch.Tensor)], all(isinstance(one, _VALUES) for one in leaves)
+    tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+    is_pure = all(isinstance(one, _VALUES) for one in leaves) and not any(one.is_inference() for one in tensors)
+    return tensors, is_pure
+
+
+_SMALL_NBYTES = 64 << 10
+"""Buffers of no more bytes are copied before a block runs that is computed again: it may change them for the first
+time."""
 
 
 class RunsBlocks(Protocol):
@@ -93,10 +104,10 @@ class _State:
 
     modes: tuple[bool, ...]
     """Of each module, whether it is in training."""
-    versions: tuple[int, ...]
-    """Of each parameter."""
+    versions: tuple[tuple[int, int], ...]
+    """The identity and version of each parameter."""
     buffers: Mapping[Place, torch.Tensor]
-    """Copies of those that the forward pass has changed before, and the others themselves."""
+    """Copies of small ones, and of those that the forward pass has changed before, and the others themselves."""
 
 
 class Block:
@@ -113,8 +124,9 @@ class Block:
         self.name = name
         self.forward = self.__wrapped__ = module.forward  # whose signature is this one's for inspect
         self.is_pure = True
-        """False if the forward pass, or what came after it, has changed an input in place; or if it has communicated
-        with other processes, of which not each may compute it again."""
+        """False if the forward pass, or what came after it, has changed an input in place; if the forward pass has
+        changed a parameter in place, or drawn from Python's or NumPy's generator; or if it has communicated with other
+        processes, of which not each may compute it again."""
         self._module = module
         self._current = current
         self._changing: dict[tuple[bool, ...], set[Place]] = {}
@@ -147,7 +159,7 @@ class Block:
         return self._run(self._modules(), args, options)
 
     def _run(self, modules: Sequence[nn.Module], args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        communicated = _communications()
+        outside = _outside(modules)
         known = self._changing.get(modes := _modes(modules))
         before = _buffers(modules)
         copies = {place: one.clone() if known is None else one for place, one in before.items()}
@@ -160,7 +172,7 @@ class Block:
             if before.get(place) is one and versions[place] == _version(one) and _equal(copies[place], one)
         }
         self._changing[modes] = (known or set()) | (before.keys() - same)
-        self.is_pure &= _communications() == communicated
+        self.is_pure &= _outside(modules) == outside
         return result
 
     def run_for_inputs(
@@ -175,9 +187,9 @@ class Block:
             note: is told the name of the block, and when it began to be computed again.
 
         Raises:
-            OffloadError: the forward pass has changed a buffer in place that it had never changed before, and may have
-                read.
-            RuntimeError: in the backward pass, if a parameter was changed in place.
+            OffloadError: the forward pass has changed a large buffer in place that it had never changed before, and may
+                have read.
+            RuntimeError: in the backward pass, if a parameter was changed in place, or replaced.
         """
         leaves, form = tree_flatten((tuple(args), dict(options)))
         places = [index for index, one in enumerate(leaves) if isinstance(one, torch.Tensor)]
@@ -201,7 +213,10 @@ class Block:
 
     def _state(self, modules: Sequence[nn.Module]) -> _State:
         changing = self._changing[modes := _modes(modules)]
-        buffers = {place: one.clone() if place in changing else one for place, one in _buffers(modules).items()}
+        buffers = {
+            place: one.clone() if place in changing or (_is_dense(one) and one.nbytes <= _SMALL_NBYTES) else one
+            for place, one in _buffers(modules).items()
+        }
         return _State(modes, _versions(modules), buffers)
 
     def _run_first(
@@ -224,13 +239,14 @@ class Block:
         """Have buffers and modes as they were before the forward pass, and then as they are now.
 
         Raises:
-            RuntimeError: a parameter was changed in place.
+            RuntimeError: a parameter was changed in place, or replaced.
         """
         modules, changing = self._modules(), self._changing[state.modes]
         if _versions(modules) != state.versions:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"parameter of {self.name!r}, which is computed again (recompute in fastensor's OffloadConfig)"
+                "one of the variables needed for gradient computation has been modified by an inplace operation, or "
+                f"replaced (torch.func.functional_call): a parameter of {self.name!r}, which is computed again "
+                "(recompute in fastensor's OffloadConfig)"
             )
         modes, buffers = _modes(modules), _buffers(modules)
         try:
@@ -248,12 +264,18 @@ class Block:
 
 def _buffers(modules: Iterable[nn.Module]) -> dict[Place, torch.Tensor]:
     named = ((module, name, value) for module in modules for name, value in module._buffers.items())
-    return {(module, name): value for module, name, value in named if value is not None}
+    return {(module, name): value for module, name, value in named if value is not None and not is_lazy(value)}
 
 
 def _equal(copy: torch.Tensor, now: torch.Tensor) -> bool:
-    """True if a buffer has the values of its copy, or there is none. Batch norms change theirs without counting it."""
-    return copy is now or (type(now) in (torch.Tensor, nn.Buffer) and not now.is_meta and torch.equal(copy, now))
+    """True if a buffer has the values of its copy, or there is none. Batch norms change theirs without counting it; of
+    others than dense tensors, what is counted counts."""
+    return copy is now or not _is_dense(now) or torch.equal(copy, now)
+
+
+def _is_dense(buffer: torch.Tensor) -> bool:
+    is_plain = type(buffer) in (torch.Tensor, nn.Buffer) and not (buffer.is_meta or buffer.is_nested)
+    return is_plain and buffer.layout is torch.strided
 
 
 def _set_buffers(values: Mapping[Place, torch.Tensor]) -> None:
@@ -271,9 +293,9 @@ def _set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
             one.training = mode
 
 
-def _versions(modules: Iterable[nn.Module]) -> tuple[int, ...]:
+def _versions(modules: Iterable[nn.Module]) -> tuple[tuple[int, int], ...]:
     parameters = (one for module in modules for one in module._parameters.values() if one is not None)
-    return tuple(_version(one) for one in parameters)
+    return tuple((id(one), _version(one)) for one in parameters)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -287,6 +309,15 @@ def _replaced(values: Sequence[Any], others: Iterable[tuple[int, Any]]) -> list[
     for index, value in others:
         found[index] = value
     return found
+
+
+def _outside(modules: Iterable[nn.Module]) -> tuple[object, ...]:
+    """What a forward pass that can be computed again leaves as it is, beside its inputs: parameters, the generators of
+    Python and NumPy, which torch's checkpoint does not bring back, and other processes."""
+    numpy: Any = sys.modules.get("numpy")
+    state = {} if numpy is None else numpy.random.get_state(legacy=False)["state"]
+    drawn = tuple(one.tobytes() if hasattr(one, "tobytes") else one for one in state.values())
+    return _versions(modules), random.getstate(), drawn, _communications()
 
 
 def _communications() -> tuple[int, ...] | object:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -36,6 +37,10 @@ from fastensor.offload.tensors import (
 )
 from fastensor.offload.trace import TracedPass, note_now
 
+_MOST_LOOKED_AT = 8
+"""Ranges of one memory that may have what is saved now, the latest ones."""
+_MOST_INPUTS = 4096
+"""Inputs of blocks that a pass notes before it is taken for several passes without backward passes."""
 _LEAST_TO_TIDY = 256
 """Ranges that a pass saves before a step looks whether graphs still hold most of them."""
 
@@ -149,7 +154,7 @@ class StepHooks:
         """True if the first tensors of the forward pass were not examined, and the others are."""
         self._saved_nbytes = 0
         """Bytes of all tensors that the forward pass has saved so far."""
-        self._known: dict[tuple[object, ...], weakref.WeakSet[RangeHandle]] = {}
+        self._known: dict[tuple[object, ...], dict[range, weakref.ref[RangeHandle]]] = {}
         """Ranges that were saved, and may be saved again while a graph holds them."""
         self._remembered = 0
         """Ranges that were known when the latest record began, and that it has saved since."""
@@ -241,6 +246,8 @@ class StepHooks:
         examined."""
         if self._is_over:
             self._begin_pass()
+        elif len(self._inputs) >= _MOST_INPUTS:
+            self._begin_record()
         inputs, is_pure = inputs_of(args, options) if self._unexamined is None and not self._is_rest else ([], False)
         if not inputs:
             yield None
@@ -410,25 +417,32 @@ class StepHooks:
         return tensor.untyped_storage()._cdata, tensor._version, id(_owner_of(tensor)), kind
 
     def _known_handle(self, tensor: torch.Tensor, span: range) -> RangeHandle | None:
-        """The handle of a known range that has all bytes of ``span``; None if there is none."""
+        """The handle of a known range that has all bytes of ``span``, as far as it is among the latest ones of its
+        memory; None if there is none."""
+        known = self._known.get(self._key(tensor))
+        if known is None:
+            return None
         owner = _owner_of(tensor)
-        for handle in self._known.get(self._key(tensor), ()):
-            covers = handle.span.start <= span.start and span.stop <= handle.span.stop
-            if covers and handle.owner() is owner:
+        for one in (span, *islice(reversed(known), _MOST_LOOKED_AT)):
+            covers = one.start <= span.start and span.stop <= one.stop and one in known
+            if covers and (handle := known[one]()) is not None and handle.owner() is owner:
                 return handle
         return None
 
     def _remember(self, tensor: torch.Tensor, handle: RangeHandle) -> None:
         """Note a range that may be saved again. Forget the forward pass if most ranges that are known since it began
         are gone: it was dropped, and another one has begun."""
-        self._known.setdefault(self._key(tensor), weakref.WeakSet()).add(handle)
+        self._known.setdefault(self._key(tensor), {})[handle.span] = weakref.ref(handle)
         self._remembered += 1
         if self._remembered % _LEAST_TO_TIDY == 0 and self._count_known() < self._remembered / 2:
             self._begin_record()
 
     def _count_known(self) -> int:
         """Number of known ranges. Those that are gone are forgotten."""
-        self._known = {key: handles for key, handles in self._known.items() if handles}
+        alive = {
+            key: {span: one for span, one in known.items() if one() is not None} for key, known in self._known.items()
+        }
+        self._known = {key: known for key, known in alive.items() if known}
         return sum(map(len, self._known.values()))
 
 

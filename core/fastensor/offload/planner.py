@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -181,6 +181,8 @@ class PlannedForm:
     """As was planned with."""
     passes: int
     """Number of passes of this form."""
+    chose_blocks: bool
+    """True if blocks could be chosen to be computed again."""
 
     def leaving(self) -> set[int]:
         """Marks of the tensors that leave memory."""
@@ -279,16 +281,16 @@ class Planner:
     def choose_blocks(self, record: PassRecord) -> None:
         """Choose the blocks of a pass that save their inputs only. Its first block begins.
 
-        The latest plan for passes that have opened alike says so, after some that were measured. What opens in ever new
-        ways, as batches of changing lengths do, goes by the latest plan of all.
+        Those that are computed again by all plans for passes that have opened alike, after some that were measured:
+        nobody knows yet which of these forms it will be. In a pass that opens in a new way nothing is computed again.
         """
         with self._lock:
-            alike = [form for form in self._forms.values() if form.record.opening == record.opening]
-            record.is_measured = self._measured(record.opening) < _MEASURED
-            if not record.is_measured:
-                latest = (alike or list(self._forms.values()))[-1]
-                record.recomputed = latest.plan.recomputed
-                record.source = latest.record.form if alike and record.recomputed else None
+            chosen = [form for form in self._alike(record.opening) if form.chose_blocks]
+            if chosen:
+                record.recomputed = frozenset.intersection(*(form.plan.recomputed for form in chosen))
+                record.source = chosen[-1].record.form if record.recomputed else None
+            else:  # as long as few ways are known, it is likely to come again
+                record.is_measured = len(self._forms) < _MOST_FORMS
 
     def plan_ended(self) -> None:
         """Plan the passes that have ended."""
@@ -352,18 +354,17 @@ class Planner:
     def _note(self, record: PassRecord, profile: StepProfile) -> None:
         """Plan the form of a pass that has ended, if it is new, or its plan is not good any more. A pass in which
         blocks are computed again is one of the form that was planned so, and is not measured."""
-        if record.recomputed:
-            source = None if record.source is None else self._forms.get(record.source)
-            if source is None:
+        if record.source is not None:
+            source = self._forms.get(record.source)
+            if source is None or len(source.record.blocks) != len(record.blocks):
                 return
             record, profile = source.record, source.measured
         self.memory.end_pass((one.device, one.nbytes) for one in record.tensors)
-        measured = self._measured(record.opening, 1)
         known = self._forms.pop(record.form, None)
         passes = 1 if known is None else known.passes + 1
         is_measured = known is None or record is not known.record
         if known is None or (is_measured and passes in _PLANNED_AT) or known.is_outdated(self._limits_of(record)):
-            self._forms[record.form] = dataclasses.replace(self._new_plan(record, profile, measured), passes=passes)
+            self._forms[record.form] = self._new_plan(record, profile, passes)
             if len(self._forms) > _MOST_FORMS:
                 self._forms.popitem(last=False)
             self._leaving = self._merged()
@@ -371,12 +372,18 @@ class Planner:
         else:
             self._forms[record.form] = dataclasses.replace(known, passes=passes)
 
-    def _measured(self, opening: int, more: int = 0) -> int:
-        """Number of passes that have opened so, in forms of their own or in one, ``more`` included. As many as are
-        needed if passes open in ever new ways."""
-        alike = sum(form.passes for form in self._forms.values() if form.record.opening == opening)
-        is_ever_new = not alike and len(self._forms) + more >= _MOST_FORMS
-        return _MEASURED if is_ever_new else alike + more
+    def _alike(self, opening: int) -> list[PlannedForm]:
+        """The forms of passes that have opened so, the latest one last."""
+        return [form for form in self._forms.values() if form.record.opening == opening]
+
+    def _blocks_to_try(self, record: PassRecord, passes: int) -> Sequence[frozenset[int]] | None:
+        """The sets of blocks that a plan may compute again; None for any. If the latest pass that has opened alike was
+        of another form, as with experts that get other rows in each step, its blocks are tried alone."""
+        alike = [form for form in self._alike(record.opening) if len(form.record.blocks) == len(record.blocks)]
+        if not self._config.recompute or passes + sum(form.passes for form in alike) < _MEASURED:
+            return ()
+        chosen = [form for form in alike if form.chose_blocks]
+        return (chosen[-1].plan.recomputed,) if chosen and passes == 1 else None
 
     def _merged(self) -> set[int]:
         """Union of the plans. Where passes of several forms begin alike, a tensor leaves if it leaves in one
@@ -392,8 +399,9 @@ class Planner:
             UNKNOWN_BANDWIDTH, UNKNOWN_BANDWIDTH, config.staging_nbytes, config.prefetch_nbytes
         )
         alone = undisturbed(profile, record.moved_nbytes, rates)
-        found = _plan(record, alone, limits, rates, with_blocks=bool(config.recompute) and passes >= _MEASURED)
-        return PlannedForm(record, profile, alone, found, limits, rates, passes)
+        blocks = self._blocks_to_try(record, passes)
+        found = _plan(record, alone, limits, rates, blocks)
+        return PlannedForm(record, profile, alone, found, limits, rates, passes, blocks != ())
 
     def _limits_of(self, record: PassRecord) -> dict[torch.device, int]:
         return {
@@ -415,13 +423,20 @@ def _plan(
     profile: StepProfile,
     limits: Mapping[torch.device, int],
     rates: TransferRates,
-    *,
-    with_blocks: bool,
+    blocks: Sequence[frozenset[int]] | None,
 ) -> OffloadPlan:
-    """The plan of a pass. Each device has a limit, and the disk is the same. Nothing is computed again without blocks,
-    or if tensors are on several devices."""
-    if len(limits) == 1 and with_blocks:
-        return plan_with_blocks(profile, next(iter(limits.values())), rates)
+    """The plan of a pass. Each device has a limit, and the disk is the same. Nothing is computed again if tensors are
+    on several devices.
+
+    Args:
+        record: the pass.
+        profile: its times, without transfers.
+        limits: the most bytes that may stay, by device.
+        rates: how fast tensors move.
+        blocks: sets of blocks that may be computed again; None for any.
+    """
+    if len(limits) == 1 and blocks != ():
+        return plan_with_blocks(profile, next(iter(limits.values())), rates, blocks)
     out: set[int] = set()
     for device, limit in limits.items():
         there = [index for index, one in enumerate(record.tensors) if one.device == device]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import accumulate
 
 from fastensor.offload.scheduler import (
@@ -24,7 +24,7 @@ from fastensor.offload.scheduler import (
     predict,
 )
 
-_MOST_TRIED, _LEAST_TRIED = 64, 24
+_MOST_TRIED, _LEAST_TRIED = 64, 8
 """The most sets of blocks that are looked at, and how many are whatever that takes."""
 _MOST_LOOKED_AT = 12_000
 """The most tensors that are looked at for more sets, all sets together."""
@@ -32,7 +32,9 @@ _FIRST_TRIED = 8
 """Of an order of blocks, so many of its beginnings are tried first."""
 
 
-def plan_with_blocks(profile: StepProfile, limit: int, rates: TransferRates) -> OffloadPlan:
+def plan_with_blocks(
+    profile: StepProfile, limit: int, rates: TransferRates, among: Iterable[frozenset[int]] | None = None
+) -> OffloadPlan:
     """The plan with the least predicted time, of those that leave at most ``limit`` bytes in memory. While a block is
     computed again, its tensors are among these.
 
@@ -43,14 +45,17 @@ def plan_with_blocks(profile: StepProfile, limit: int, rates: TransferRates) -> 
         profile: the step, in which nothing is computed again.
         limit: the most bytes of saved tensors that may stay.
         rates: how fast tensors move.
+        among: sets of blocks that may be computed again; None for any.
     """
     tried = _Tried(profile, limit, rates)
     best = tried.plan(frozenset())
-    if best.out:
+    if best.out and among is not None:
+        best = min((tried.plan(blocks) for blocks in among), key=badness, default=best)
+    elif best.out:
         for order in _orders(profile):
             best = min(best, _best_beginning(order, tried.plan), key=badness)
         best = _exchanged(best, tried.plan, _worth_computing(profile))
-    return tried.improved(best)
+    return min(map(tried.improved, (best, tried.plan(frozenset()))), key=badness)
 
 
 class _Tried:
@@ -60,6 +65,7 @@ class _Tried:
         self._profile, self._limit, self._rates = profile, limit, rates
         self._known: dict[frozenset[int], OffloadPlan] = {}
         self._most = min(max(_MOST_LOOKED_AT // max(len(profile.tensors), 1), _LEAST_TRIED), _MOST_TRIED)
+        self._transient = [block_nbytes(profile, block) for block in range(len(profile.blocks))]
 
     def plan(self, blocks: frozenset[int]) -> OffloadPlan:
         """The first plan with these blocks; one that takes for ever if they do not fit, or enough were tried."""
@@ -68,8 +74,10 @@ class _Tried:
         return self._known[blocks]
 
     def _new_plan(self, blocks: frozenset[int]) -> OffloadPlan:
-        room = self._limit - transient_nbytes(self._profile, blocks)
-        if blocks and (room < 0 or len(self._known) > self._most):
+        if blocks and len(self._known) > self._most:
+            return _NEVER
+        room = self._limit - max((self._transient[block] for block in blocks), default=0)
+        if room < 0:
             return _NEVER
         rest, numbers = without_blocks(self._profile, blocks)
         return self._of_profile(first_plan(rest, room, self._rates), numbers, blocks)
