@@ -179,8 +179,7 @@ def _check_linking(
     if base is None:
         if not isinstance(link_unchanged, bool):
             raise TypeError(f"link_unchanged is True, False or the folder of a model, found {link_unchanged!r}")
-    else:
-        files_behind(base)
+    links.files_of(base)
     if not link_unchanged:
         if frozen is not None:
             raise ValueError("frozen is for link_unchanged, which is False: choose it, or leave frozen out")

@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from fastensor.backends import stream
 from fastensor.backends.registry import announce
+from fastensor.backends.storage_crc32 import StoragePart, crc32s_of
 from fastensor.checkpoint import ordering
 from fastensor.checkpoint.models.sharded import files_behind
 from fastensor.checkpoint.report import SaveReport
@@ -30,6 +30,8 @@ from fastensor.errors import CorruptCheckpointError
 from fastensor.files import posix
 from fastensor.files.atomic import leads_to
 from fastensor.stitch import safetensors
+from fastensor.stitch.image import Payload
+from fastensor.stitch.source import Plan
 
 _WHAT = "linking unchanged files"
 _Identity: TypeAlias = tuple[int, int, int, int]
@@ -72,8 +74,8 @@ def link_unchanged(
     path = os.path.abspath(path)
     plan = safetensors.plan(tensors, metadata=metadata, checksums=True)
     found = [*reversed([known for known, (_, _, nbytes, _) in _intact.items() if nbytes == plan.nbytes])]
-    found += [file for file in _files_of(base) if file not in found and _nbytes_of(file) == plan.nbytes]
-    header = plan.head(stream.checksums_of(plan)) if found else b""
+    found += [file for file in files_of(base) if file not in found and _nbytes_of(file) == plan.nbytes]
+    header = plan.head(_crc32s_in(plan)) if found else b""
     ordering.wait_to_remove(path)
     for earlier in found:
         try:
@@ -107,11 +109,24 @@ def verifying(path: str | os.PathLike[str]) -> Iterator[None]:
             _intact[path] = before
 
 
-def _files_of(base: str | os.PathLike[str] | None) -> Iterable[str]:
-    """
+def _crc32s_in(plan: Plan) -> list[int]:
+    """The CRC32 of each storage in memory, as the head of the file needs them."""
+    found = [0] * len(plan.storages)
+    payloads = [segment for segment in plan.image.segments if isinstance(segment, Payload)]
+    parts = [StoragePart(plan.storages[one.storage], one.before, one.nbytes) for one in payloads]  # type: ignore[arg-type]  # no file is copied
+    for payload, crc32 in zip(payloads, crc32s_of(parts), strict=True):
+        found[payload.storage] = crc32
+    return found
+
+
+def files_of(base: str | os.PathLike[str] | None) -> Iterable[str]:
+    """The files of an earlier model.
+
     Raises:
-        FileNotFoundError: there is no model.
+        FileNotFoundError: there is no model, or no such folder.
     """
+    if base is not None and not os.path.isdir(base):
+        raise FileNotFoundError(errno.ENOENT, "expected the folder of an earlier model", os.fspath(base))
     return () if base is None else [os.path.abspath(Path(str(file))) for file in files_behind(base)]
 
 
