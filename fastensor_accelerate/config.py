@@ -67,12 +67,6 @@ class FastensorConfig:
         True, "--fastensor_durable", "a saved state is on stable storage before it replaces another one (default)"
     )
     verify: bool = _option(True, "--fastensor_verify", "loads compare CRC32s (default)")
-    link_unchanged: bool = _option(
-        False,
-        "--fastensor_link_unchanged",
-        "in models of transformers and Accelerator.save_model, weights that do not train are files of their own, and "
-        "hard links to those of the last checkpoint; default: off",
-    )
     asynchronous: bool = _option(
         False, "--fastensor_async", "save_state returns when the state has been copied; default: when it is saved"
     )
@@ -92,6 +86,12 @@ class FastensorConfig:
         None,
         "--fastensor_preemption_seconds",
         "SIGTERM ends the process only when the pending state is durable, or after so many seconds; default: at once",
+    )
+    link_unchanged: bool = _option(
+        False,
+        "--fastensor_link_unchanged",
+        "in models of transformers and Accelerator.save_model, weights that do not train are files of their own, and "
+        "hard links to those of the last checkpoint; default: off",
     )
     cooperative: bool = _option(
         False,

@@ -1,9 +1,10 @@
 """Names of Accelerate, transformers and PEFT that are replaced while they save or load.
 
 Everything that they write and read goes through four functions: ``torch.save``, ``torch.load``, and ``save_file`` and
-``load_file`` of safetensors. A function of huggingface_hub says which tensors a file of a model has. Their modules see other ones while :func:`replaced` is active. Shards of FSDP go through
-``save`` and ``load`` of ``torch.distributed.checkpoint``, which are replaced, too. What decides which rank writes, how
-tied weights are cleaned, and which globals are safe to load stays their own code.
+``load_file`` of safetensors; and one of huggingface_hub says which tensors a file of a model gets. Their modules see
+other ones while :func:`replaced` is active. Shards of FSDP go through ``save`` and ``load`` of
+``torch.distributed.checkpoint``, which are replaced, too. What decides which rank writes, how tied weights are cleaned,
+and which globals are safe to load stays their own code.
 """
 
 from __future__ import annotations

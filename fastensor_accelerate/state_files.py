@@ -16,7 +16,8 @@ import accelerate
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import clean_state_dict_for_safetensors
-from huggingface_hub.serialization import StateDictSplit, split_torch_state_dict_into_shards
+from huggingface_hub.serialization._base import StateDictSplit
+from huggingface_hub.serialization._torch import split_torch_state_dict_into_shards
 
 import fastensor
 from fastensor.checkpoint import cooperative
@@ -83,9 +84,14 @@ class StateFiles:
         self, tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None = None
     ) -> None:
         """``safetensors.torch.save_file``."""
-        self._write(tensors, filename, container="safetensors", metadata=metadata)
-        if self.config.link_unchanged and isinstance(filename, str | os.PathLike):
-            _remove_whole_model(filename)
+        options: dict[str, Any] = {"container": "safetensors", "metadata": metadata}
+        if not (self.config.link_unchanged and isinstance(filename, str | os.PathLike)):
+            self._write(tensors, filename, **options)
+            return
+        is_frozen = bool(tensors) and all(self._frozen.has(name, tensor) for name, tensor in tensors.items())
+        write = self._link_or_write if is_frozen else self._write
+        write(tensors, filename, **options)
+        _remove_whole_model(filename)
 
     def load_file(self, filename: Any, device: str | int = "cpu", **options: Any) -> dict[str, torch.Tensor]:
         """``safetensors.torch.load_file``. Its choice of a way to read is left to Fastensor."""
@@ -166,29 +172,29 @@ class StateFiles:
 
     def _write_file(self, obj: object, path: Location, **options: Any) -> None:
         saving = self.saving
-        may_link = self.config.link_unchanged and self._is_frozen_file(obj, path, options["container"])
-        report = None
-        if may_link:
-            report = links.link_unchanged(obj, path, metadata=options["metadata"], durable=options["durable"])
-        if report is None and saving is not None and self.writer is not None and isinstance(path, str | os.PathLike):
-            handle = self.writer.save(obj, path, **options)
-            saving.handles.append(handle)
-            if may_link:
-                handle.add_done_callback(_remember)
-            return
-        if report is None:
-            report = fastensor.save(obj, path, **options)
-            if may_link:
-                links.remember(path)
-        if saving is not None:
-            saving.nbytes += report.nbytes
-            saving.shared_nbytes += report.shared_nbytes
+        if saving is None or not isinstance(path, str | os.PathLike):
+            fastensor.save(obj, path, **options)
+        elif self.writer is not None:
+            saving.handles.append(self.writer.save(obj, path, **options))
+        else:
+            self._count(fastensor.save(obj, path, **options))
 
-    def _is_frozen_file(self, obj: object, path: Location, container: str) -> bool:
-        """True if a file of a model has nothing but tensors that do not train."""
-        if container != "safetensors" or not isinstance(obj, dict) or not isinstance(path, str | os.PathLike):
-            return False
-        return bool(obj) and all(self._frozen.has(name, tensor) for name, tensor in obj.items())
+    def _link_or_write(self, tensors: dict[str, torch.Tensor], path: str | os.PathLike[str], **options: Any) -> None:
+        """Link a file of tensors that do not train to an earlier one. What has to be written can be linked later."""
+        metadata, durable = options["metadata"], self.config.durable
+        if (report := links.link_unchanged(tensors, path, metadata=metadata, durable=durable)) is not None:
+            self._count(report)
+            return
+        self._write(tensors, path, **options)
+        if self.saving is None or (self.writer is None and self.saving.failure is None):
+            links.remember(path)
+        elif self.writer is not None and self.saving.failure is None:
+            self.saving.handles[-1].add_done_callback(_remember)
+
+    def _count(self, report: fastensor.SaveReport) -> None:
+        if self.saving is not None:
+            self.saving.nbytes += report.nbytes
+            self.saving.shared_nbytes += report.shared_nbytes
 
     def _write_together(self, obj: object, path: str | os.PathLike[str], **options: Any) -> None:
         """Write a file, called in all processes. What is not replicated by data parallel training is the main one's."""

@@ -136,7 +136,7 @@ def save_sharded(
     tensors = {name: one for name, one in state.items() if name not in left_out}
     if frozen is not None:
         fixed = resolve(frozen, state.keys(), "state")
-    apart = fixed & tensors.keys() if link_unchanged else set()
+    apart = fixed & tensors.keys() if link_unchanged is not False else set()
     sizes = {name: one.nbytes for name, one in tensors.items()}
     total = sum(sizes.values())
     before = 0
@@ -176,14 +176,13 @@ def _check_linking(
         TypeError, ValueError, FileNotFoundError: as :func:`save_sharded`.
     """
     base = link_unchanged if isinstance(link_unchanged, str | os.PathLike) else None
-    if base is None:
-        if not isinstance(link_unchanged, bool):
-            raise TypeError(f"link_unchanged is True, False or the folder of a model, found {link_unchanged!r}")
+    if base is None and not isinstance(link_unchanged, bool):
+        raise TypeError(f"link_unchanged is True, False or the folder of a model, found {link_unchanged!r}")
     links.files_of(base)
-    if not link_unchanged:
+    if base is None and not link_unchanged:
         if frozen is not None:
             raise ValueError("frozen is for link_unchanged, which is False: choose it, or leave frozen out")
-        return base
+        return None
     if not checksums:
         raise ValueError("link_unchanged compares checksums, but checksums=False leaves them out; choose one")
     is_known = isinstance(state, nn.Module) or any(isinstance(one, nn.Parameter) for one in state.values())
