@@ -16,8 +16,10 @@ import accelerate
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import clean_state_dict_for_safetensors
-from huggingface_hub.serialization._base import StateDictSplit
-from huggingface_hub.serialization._torch import split_torch_state_dict_into_shards
+from huggingface_hub.serialization import (  # type: ignore[attr-defined]  # exported without saying so
+    StateDictSplit,
+    split_torch_state_dict_into_shards,
+)
 
 import fastensor
 from fastensor.checkpoint import cooperative

@@ -62,8 +62,8 @@ class CheckpointMonitor(Callback):
         explain: whether to say in the Trainer's log which backend each file was saved or loaded by on rank 0, and why.
 
     Raises:
-        TypeError: in ``setup``, if the Trainer saves with another plugin; or with a cooperative one, and its ranks do
-            not hold the same state.
+        TypeError: in ``setup``, if the Trainer saves with another plugin; or with a cooperative one, or one with
+            ``exclude``, and its ranks do not hold the same state.
     """
 
     _says_more = True

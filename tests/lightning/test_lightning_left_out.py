@@ -6,11 +6,13 @@ import logging
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning_models import loader, make_trainer
 from states import assert_equal
 from torch import Tensor, nn
@@ -245,10 +247,23 @@ def test_a_plugin_without_a_monitor_says_that_nothing_is_left_out(tmp_path: Path
     assert plugin.load_checkpoint(tmp_path / "x.ckpt")["state_dict"]["w"].sum() == 3
 
 
-@pytest.mark.parametrize("strategy", ["fsdp"])
-def test_sharded_strategies_are_refused(tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastensor_lightning import checkpoint_monitor
+def test_strategies_whose_ranks_hold_parts_are_refused(tmp_path: Path) -> None:
+    for kind in (FSDPStrategy, ModelParallelStrategy):
+        monitor, trainer = CheckpointMonitor(), mock.Mock(spec=["strategy"])
+        trainer.strategy = kind()
+        trainer.strategy.checkpoint_io = FastensorCheckpointIO(exclude="frozen")
+        trainer.callbacks = [monitor]
+        with pytest.raises(TypeError, match=rf"exclude=\.\.\.\) is for one device and DDP; found {kind.__name__}"):
+            monitor.setup(trainer, None, "fit")
 
-    monkeypatch.setattr(checkpoint_monitor, "is_sharded", lambda found: True)
-    with pytest.raises(TypeError, match=r"exclude=\.\.\.\) is for one device and DDP; found SingleDeviceStrategy"):
-        fit(tmp_path, FastensorCheckpointIO(exclude="frozen"), max_epochs=1)
+
+def test_ranks_of_ddp(tmp_path: Path) -> None:
+    """Rank 0 saves, and each rank gets its base from its own module."""
+    options: dict[str, Any] = {"strategy": "ddp_fork", "devices": 2}
+    first = fit(tmp_path, FastensorCheckpointIO(exclude="frozen"), max_epochs=1, **options)
+    path = first.checkpoint_callback.best_model_path
+    assert torch.load(path)[KEY].keys() == FROZEN
+    again = fit(tmp_path, FastensorCheckpointIO(exclude="frozen"), ckpt_path=path, max_epochs=2, **options)
+    saved = torch.load(again.checkpoint_callback.best_model_path)
+    assert saved[KEY].keys() == FROZEN
+    assert saved["epoch"] == 1

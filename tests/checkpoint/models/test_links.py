@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import fastensor
 from fastensor.checkpoint.models import links
 from fastensor.files import posix
 from fastensor.testing.calls import intercepted
+from fastensor.testing.faults import failing_call
 
 INDEX = "model.safetensors.index.json"
 
@@ -282,3 +284,35 @@ def test_killed_before_the_nth_call(tmp_path: Path, again: bool) -> None:
             break
         assert code == -signal.SIGKILL
     assert fatal > 6
+
+
+def test_a_save_whose_nth_call_fails(tmp_path: Path) -> None:
+    """It raises, or has written what it could not link. The earlier model stays whole."""
+    made = model()
+    for number in count(1):
+        old, new = tmp_path / f"{number}-old", tmp_path / f"{number}-new"
+        save(made, old)
+        expected = fastensor.load_sharded(old)
+        train(made)
+        has_failed = True
+        with failing_call(number) as fault, suppress(fastensor.CheckpointWriteError):
+            save(made, new)
+            has_failed = False
+        if not has_failed:
+            check(made, new)
+        assert_equal(fastensor.load_sharded(old), expected)
+        save(made, new)
+        check(made, new)
+        if not fault.fired:
+            break
+    assert number > 20
+
+
+def test_what_is_read_by_a_symlink_is_not_remembered(tmp_path: Path) -> None:
+    save(model(), tmp_path / "1")
+    file = frozen_file(tmp_path / "1")
+    led_elsewhere(file)
+    links._intact.clear()
+    with links.verifying(file):
+        fastensor.load(file)
+    assert not links._intact

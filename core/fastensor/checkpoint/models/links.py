@@ -13,7 +13,7 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -100,9 +100,14 @@ def remember(path: str | os.PathLike[str]) -> None:
 @contextmanager
 def verifying(path: str | os.PathLike[str]) -> Iterator[None]:
     """A block that verifies a whole file, or raises. Afterwards the file is remembered, if nobody has written to it
-    meanwhile."""
+    meanwhile. A symlink, or a file of another user, is not remembered."""
     path = os.path.abspath(path)
-    with _opened(path) as fd:
+    with ExitStack() as opened:
+        try:
+            fd = opened.enter_context(_opened(path))
+        except OSError:  # if nobody can open it, the block says why
+            yield
+            return
         before = _identity(fd)
         yield
         if _identity(fd) == before:
