@@ -100,6 +100,56 @@ def test_a_failed_write_is_raised_once_if_that_is_wanted(make: Any, expected: li
     assert is_clean(offload)
 
 
+@contextmanager
+def counted_writes() -> Iterator[list[int]]:
+    """The bytes of each write."""
+    written: list[int] = []
+
+    def count_bytes(call: Call) -> Any:
+        result = call.perform()
+        if call.name == "pwrite":
+            written.append(result)
+        return result
+
+    with intercepted(count_bytes):
+        yield written
+
+
+@pytest.mark.parametrize("codecs", [(), ("csr",)])
+def test_nothing_is_written_of_a_range_that_does_not_fit(make: Any, codecs: tuple[str, ...]) -> None:
+    """The first two of its pieces would fit, also where a codec makes them smaller."""
+    offload = make(ssd_bytes=8 << 20, codecs=codecs, when_full="raise")
+    values = torch.randn(3 << 20)
+    values[::4] = 0
+    weight = torch.ones_like(values, requires_grad=True)
+    with counted_writes() as written:
+        with offload.step():
+            loss = (weight * values.clone()).sum()
+        offload.settle()
+    assert written == []
+    with pytest.raises(OffloadError, match="leave no room for 12 MiB more"):
+        offload.step().__enter__()
+    assert torch.equal(torch.autograd.grad(loss, weight)[0], values)
+
+
+@pytest.mark.parametrize("codecs", [(), ("csr",)])
+def test_ranges_that_are_written_at_once_do_not_take_each_others_room(make: Any, codecs: tuple[str, ...]) -> None:
+    """Of four ranges of 8 MiB one fits."""
+    offload = make(ssd_bytes=12 << 20, codecs=codecs)
+    values = torch.randn(2 << 20)
+    values[::8] = 0
+    weight = torch.ones_like(values, requires_grad=True)
+    with counted_writes() as written:
+        with offload.step():
+            loss = torch.stack([(weight * values.clone()).sum() for _ in range(4)]).sum()
+        offload.settle()
+    found = offload.statistics()
+    assert found.failed_writes == 3
+    assert sum(written) <= found.written_bytes + 2 * 4096, "encoded pieces are written in whole pages"
+    assert torch.equal(torch.autograd.grad(loss, weight)[0], 4 * values)
+    assert is_clean(offload)
+
+
 def test_a_failed_write_of_the_last_tensor_is_raised_by_the_next_step(make: Any) -> None:
     offload = make(when_full="raise", ssd_bytes=4096)
     with offload.step():

@@ -205,23 +205,34 @@ class Jobs:
         return codecs if moving.sampled_ratio(saved, codecs) > 1 else set()
 
     def _write_slots(self, saved: SavedBytes, backend: str, codecs: Set[str]) -> StoredBytes:
-        """Write a range to new slots with one backend. The slots are given back if that fails."""
-        slots: list[FileSlot] = []
+        """Write a range to new slots with one backend. The slots are given back if that fails.
+
+        Slots for the whole range are taken first, as large as its pieces are in memory: nothing is written of a range
+        that does not fit. A piece that a codec makes smaller then gets a smaller slot.
+        """
+        todo = deque(moving.pieces(saved))
         is_direct = not saved.blocks and moves_device_memory(self._tiers.slots.files[0].opened[backend], saved.device)
+        with self._lock:
+            slots = self._tiers.allocate([nbytes for _, nbytes in todo])
         try:
             with self._bounce_block(not is_direct and moving.is_copied_to_write(saved, codecs)) as bounce:
                 pieces = []
-                for piece in self._wanted(saved, deque(moving.pieces(saved))):
-                    out = None if is_direct else moving.outgoing(saved, piece, codecs, bounce)
-                    with self._lock:
-                        slots.append(self._tiers.allocate(piece[1] if out is None else len(out.data)))
-                    pieces.append(self._write_piece(saved, piece if out is None else out, slots[-1], backend))
+                for at, piece in enumerate(self._wanted(saved, todo)):
+                    out = piece if is_direct else moving.outgoing(saved, piece, codecs, bounce)
+                    if isinstance(out, Outgoing) and out.encoding is not None:
+                        self._shrink(slots, at, len(out.data))
+                    pieces.append(self._write_piece(saved, out, slots[at], backend))
         except BaseException:
             with self._lock:
-                for slot in slots:
-                    self._tiers.free(slot)
+                self._tiers.free(slots)
             raise
         return StoredBytes(backend, tuple(pieces))
+
+    def _shrink(self, slots: list[FileSlot], at: int, nbytes: int) -> None:
+        """Take a smaller slot in place of one. It may be elsewhere, beside the slot before, so that no gaps remain."""
+        with self._lock:
+            self._tiers.free([slots.pop(at)])
+            slots[at:at] = self._tiers.allocate([nbytes])
 
     def _write_piece(self, saved: SavedBytes, piece: Piece | Outgoing, slot: FileSlot, backend: str) -> StoredPiece:
         opened, checksum = slot.file.opened[backend], self._config.verify

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -124,23 +124,30 @@ class StorageTiers:
             learn=learn,
         )
 
-    def allocate(self, nbytes: int) -> FileSlot:
-        """A slot for so many bytes.
+    def allocate(self, sizes: Sequence[int]) -> list[FileSlot]:
+        """A slot for each of so many bytes, or none at all.
 
         Raises:
             OSError: the disk has no space, or fails.
             OffloadError: ``ssd_bytes`` leave no room, or there are no slots.
         """
-        slot = self.slots.allocate(nbytes)
-        if slot is None:
-            raise OffloadError(f"ssd_bytes leave no room for {human_size(nbytes)} more")
+        slots: list[FileSlot] = []
+        try:
+            for nbytes in sizes:
+                if (slot := self.slots.allocate(nbytes)) is None:
+                    raise OffloadError(f"ssd_bytes leave no room for {human_size(sum(sizes))} more")
+                slots.append(slot)
+        except BaseException:
+            self.free(slots)
+            raise
         self._counters.note_peak("peak_ssd_bytes", self.slots.used_nbytes)
-        return slot
+        return slots
 
-    def free(self, slot: FileSlot) -> None:
-        """Give a slot back, which nothing reads or writes any more."""
+    def free(self, slots: Iterable[FileSlot]) -> None:
+        """Give slots back, which nothing reads or writes any more."""
         if self._slots is not None:
-            self._slots.free(slot)
+            for slot in slots:
+                self._slots.free(slot)
 
     def tidy(self, saved: SavedBytes) -> None:
         """Give back what a range needs no more, once no job uses the range."""
@@ -151,8 +158,8 @@ class StorageTiers:
         if saved.released:
             saved.source = None
             stored, saved.stored = saved.stored, None
-            for piece in stored.pieces if stored is not None else ():
-                self.free(piece.slot)
+            if stored is not None:
+                self.free(piece.slot for piece in stored.pieces)
 
     # Staging blocks. --------------------------------------------------------------------------------------------------
 
