@@ -263,6 +263,45 @@ def test_direct_io_that_is_refused_at_the_first_write(make: Any, expected: list[
     assert found.failed_writes == 0
 
 
+class SomeOnDevice:
+    """A backend of which every other file moves a device's memory by itself."""
+
+    name = "some"
+
+    def __init__(self) -> None:
+        self.opened = 0
+
+    def why_unavailable(self) -> str:
+        return ""
+
+    def open_slots(self, fd: int) -> numpy.BufferedSlots:
+        self.opened += 1
+        return OnDevice(fd) if self.opened % 2 else numpy.BufferedSlots(fd)
+
+
+class OnDevice(numpy.BufferedSlots):
+    device_types = frozenset({"cpu"})
+
+    def write_from_device(self, values: torch.Tensor, offset: int) -> None:
+        self.write(memoryview(values.numpy()), offset)
+
+    def read_to_device(self, values: torch.Tensor, offset: int) -> None:
+        self.read(memoryview(values.numpy()), offset)
+
+
+@pytest.mark.usefixtures("staged")
+@pytest.mark.parametrize("staging", ["4MiB", "64MiB"])
+def test_not_every_file_moves_a_devices_memory(make: Any, register: Any, tmp_path: Path, staging: str) -> None:
+    """Pieces of a range lie in all of them."""
+    register(SomeOnDevice())
+    offload = make(backend="some", directories=(str(tmp_path),) * 2, staging_bytes=staging)
+    for _ in range(2):
+        assert equal(gradients(large, offload), gradients(large, None))
+    found = offload.statistics()
+    assert set(found.written_by) == {"some"}
+    assert found.failed_writes == 0
+
+
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_an_interrupt_while_threads_are_started_leaves_none(number: int) -> None:
     begin, begun = threading.Thread.start, []

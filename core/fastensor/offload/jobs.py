@@ -27,7 +27,7 @@ from fastensor.offload.config import OffloadConfig
 from fastensor.offload.host_memory import keep_on_fork
 from fastensor.offload.moving import Outgoing, Piece, Reading
 from fastensor.offload.saved import SavedBytes, StoredBytes, StoredPiece
-from fastensor.offload.slots import FileSlot, moves_device_memory
+from fastensor.offload.slots import FileSlot
 from fastensor.offload.statistics import Counters
 from fastensor.offload.tiers import StorageTiers, cost
 from fastensor.offload.trace import Trace, note_move
@@ -211,7 +211,7 @@ class Jobs:
         that does not fit. A piece that a codec makes smaller then gets a smaller slot.
         """
         todo = deque(moving.pieces(saved))
-        is_direct = not saved.blocks and moves_device_memory(self._tiers.slots.files[0].opened[backend], saved.device)
+        is_direct = not saved.blocks and backend in self._tiers.slots.direct_backends(saved.device)
         with self._lock:
             slots = self._tiers.allocate([nbytes for _, nbytes in todo])
         try:

@@ -256,9 +256,12 @@ def is_copied_to_write(saved: SavedBytes, wanted: Set[str]) -> bool:
 
 def is_copied_to_read(reading: Reading, backend: str) -> bool:
     """True if pieces are read to a bounce block, and come from there."""
-    stored = reading.stored.pieces
-    is_direct = moves_device_memory(stored[0].slot.file.opened[backend], reading.saved.device)
-    return any(piece.encoding is not None for piece in stored) or (reading.memory is None and not is_direct)
+    stored, device = reading.stored.pieces, reading.saved.device
+    if any(piece.encoding is not None for piece in stored):
+        return True
+    return reading.memory is None and not all(
+        moves_device_memory(piece.slot.file.opened[backend], device) for piece in stored
+    )
 
 
 def _own_bytes(saved: SavedBytes, position: int, nbytes: int) -> torch.Tensor:
