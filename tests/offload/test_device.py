@@ -311,6 +311,23 @@ def test_what_is_away_is_counted_as_away(make: Any, order: Any) -> None:
         offload.close()
 
 
+def test_what_is_being_copied_takes_host_memory_once(make: Any) -> None:
+    """It counts against both budgets, so that it may stay when it has been copied."""
+    with modelled():
+        offload = make(target="dram", dram_bytes=1 << 30, staging_bytes=1 << 30)
+        hooks = StepHooks(offload._engine)
+        packed = [hooks.pack(torch.ones(BUFFER_NBYTES)) for _ in range(3)]
+        usage = offload.memory_usage()
+        assert usage["pending"] == usage["in_dram"] == 12 * BUFFER_NBYTES
+        assert offload._engine._transit_bytes() == 12 * BUFFER_NBYTES
+        offload.settle()
+        assert offload._engine._transit_bytes() == 12 * BUFFER_NBYTES
+        packed.clear()
+        offload.settle()
+        assert offload._engine._transit_bytes() == 0
+        offload.close()
+
+
 def test_what_is_being_copied_is_not_lost_by_a_close(make: Any) -> None:
     with modelled() as model, model.queuing():
         offload = make(target="dram", dram_bytes=1 << 30)

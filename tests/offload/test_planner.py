@@ -249,6 +249,24 @@ def test_what_transfers_take_of_their_budgets_is_not_kept_free_twice(free: Any, 
     assert deciding.memory.limit(torch.device("cpu")) == int(97 * EACH * limits._SHARE_OF_FREE_MEMORY)
 
 
+def test_what_stays_within_dram_bytes_is_not_kept_free_twice(make: Any, free: Any) -> None:
+    offload = make(schedule="auto", staging_bytes=EACH, prefetch_bytes=EACH, dram_bytes=100 * EACH)
+    net, memory, cpu = Net(), offload._engine.planner.memory, torch.device("cpu")
+    free(200 * EACH)
+    before = memory.limit(cpu)
+    assert before == int(97 * EACH * limits._SHARE_OF_FREE_MEMORY)
+    memory.look_again()
+    free(0)
+    with offload.step():
+        loss = net(batch()).square().sum()
+    in_dram = offload.memory_usage()["in_dram"]
+    assert in_dram >= EACH
+    free(200 * EACH - in_dram)
+    memory.look_again()
+    assert memory.limit(cpu) == before - limits._OPERATION_TENSORS * EACH
+    loss.backward()
+
+
 @pytest.mark.parametrize("schedule", [2 * EACH, 0, 0.5, 0.0, 1.0, "auto", "all"])
 def test_gradients_are_the_same_by_every_schedule(make: Any, free: Any, schedule: Any) -> None:
     net = Net()

@@ -190,7 +190,7 @@ class OffloadEngine:
         return 0 if self.model is None else self.model.unallocated_gradients()
 
     def _transit_bytes(self) -> int:
-        """Bytes of memory that transfers take now, of their budgets."""
+        """Bytes of memory that transfers take now of their budgets, ``dram_bytes`` included."""
         return 0 if (swapper := self._swapper) is None else swapper.transit_bytes()
 
     def count(self, seconds: float, counts: Mapping[str, int] = NOTHING, kept: Mapping[str, int] = NOTHING) -> None:

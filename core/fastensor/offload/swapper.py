@@ -214,9 +214,10 @@ class Swapper:
                     self._jobs.submit("write", return_freed_memory)
 
     def transit_bytes(self) -> int:
-        """Bytes of memory that transfers take now, of their budgets."""
+        """Bytes of memory that transfers take now of their budgets, ``dram_bytes`` included."""
         with self._lock:
-            return self._pending.nbytes + self._loaded.nbytes
+            in_both = sum(cost(saved) for saved in self._tiers.copying if saved in self._in_dram)
+            return self._pending.nbytes + self._in_dram.nbytes - in_both + self._loaded.nbytes
 
     # Ends. ------------------------------------------------------------------------------------------------------------
 
