@@ -79,7 +79,7 @@ def undo_training(trainer: Any, module: Any, folder: str | None) -> ExitStack:
         folder: where a nameless file keeps what is restored; None is the folder for temporary files.
     """
     with ExitStack() as undo:
-        undo.enter_context(undone(module, folder))
+        undo.enter_context(undone(module, folder, trainer.optimizers))
         return undo.pop_all()
 
 

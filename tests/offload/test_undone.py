@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import RandomDataset
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -180,6 +180,18 @@ def test_groups_that_were_added_go() -> None:
     assert_same(program.optimizer.state_dict(), before)
 
 
+def test_the_rate_is_that_of_before_the_first_step() -> None:
+    """Programs set it before each step."""
+    program = Training("lr is a tensor")
+    rate = program.optimizer.param_groups[0]["lr"]
+    with undone(program.net, None, [program.optimizer]):
+        rate.fill_(7)
+        program.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+        program.train()
+    assert program.optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(0.1)
+
+
 def test_what_other_threads_train_stays() -> None:
     program, other = Training(), Training()
     with undone(program.net, None), ThreadPoolExecutor(1) as thread:
@@ -332,6 +344,42 @@ def test_a_module_that_lightning_has_moved_stays_whole(tmp_path: Path) -> None:
     ).fit(net, DataLoader(RandomDataset(32, 48), batch_size=4))  # fmt: skip
     kinds = {one.dtype for one in (*net.parameters(), *net.buffers()) if one.is_floating_point()}
     assert kinds == {torch.float64}
+
+
+class Unfreezes(BaseFinetuning):
+    """Adds a group of parameters when training begins."""
+
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.net[0])  # type: ignore[arg-type,index]
+
+    def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.5)  # type: ignore[arg-type,index]
+
+
+class WarmsUp(pl.Callback):
+    """Sets the rate before each step."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.optimizers[0].param_groups[0]["lr"] = 7.0
+
+
+@pytest.mark.parametrize("changes", [Unfreezes, WarmsUp])
+def test_what_a_trainer_does_to_optimizers_before_their_first_step_is_undone(
+    tmp_path: Path, changes: type[pl.Callback]
+) -> None:
+    class Keeps(Net):
+        def configure_optimizers(self) -> Any:
+            self.optimizer = torch.optim.Adam([one for one in self.parameters() if one.requires_grad], lr=0.01)
+            self.before = self.optimizer.state_dict()
+            return self.optimizer
+
+    net = Keeps()
+    pl.Trainer(
+        callbacks=[SSDActivationOffload(OffloadConfig(min_bytes=1), dry_run=True), changes()], logger=False,
+        accelerator="cpu", max_epochs=1, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path,
+    ).fit(net, DataLoader(RandomDataset(32, 48), batch_size=4))  # fmt: skip
+    assert_same(net.optimizer.state_dict(), net.before)
 
 
 def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import random
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, BinaryIO
 
@@ -19,17 +19,19 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 @contextmanager
-def undone(model: nn.Module | None, folder: str | None) -> Iterator[None]:
+def undone(
+    model: nn.Module | None, folder: str | None, optimizers: Iterable[torch.optim.Optimizer] = ()
+) -> Iterator[None]:
     """Undo, at the end, what training of this thread in the block has done to a model, to optimizers of torch with
     their parameters, and to the default random generators of Python, NumPy and torch.
 
     What was there before is kept in a nameless file, so that as much memory is free in the block as in training.
-    Optimizers are restored as they were at their first step in the block. Parameters and buffers that the block adds
-    stay.
+    Parameters and buffers that the block adds stay.
 
     Args:
         model: its parameters, buffers and gradients are restored; None if it is not known.
         folder: where the file is; None is the folder for temporary files.
+        optimizers: are restored as they are now. Others are restored as they were at their first step in the block.
 
     Raises:
         OSError: the file cannot be made or written.
@@ -39,6 +41,8 @@ def undone(model: nn.Module | None, folder: str | None) -> Iterator[None]:
         note_generators(restoring)
         if model is not None:
             before.note_model(model)
+        for one in optimizers:
+            before.note_optimizer(one)
         with ExitStack() as hooked:
             hook = register_optimizer_step_pre_hook(before.note_optimizer)
             hooked.callback(hook.remove)
