@@ -142,7 +142,7 @@ class CheckpointMonitor(Callback):
             self._sharing.sync()
         self._undo.close()
         self._log(trainer)
-        self._loggers = None
+        self._loggers = self._trainer = self._sharing = None
         if stage == "fit":
             self._say_what_was_saved(trainer)
 
@@ -183,8 +183,8 @@ class CheckpointMonitor(Callback):
     def _forget_run(self) -> None:
         """Drop the state of the run before."""
         self._undo.close()
-        self._sharing = None
-        self._loggers, self._to_show, self._saved = None, None, SavedInRun()
+        self._loggers = self._trainer = self._sharing = None
+        self._to_show, self._saved = None, SavedInRun()
         self._to_log.clear()
 
     def _say_what_was_saved(self, trainer: Trainer) -> None:

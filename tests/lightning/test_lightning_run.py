@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
 import pickle
+import weakref
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +21,8 @@ from programs import run
 import fastensor
 from fastensor.select import torch_save
 from fastensor.select.files import file_for
-from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO
+from fastensor.select.share import Sharing
+from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO, checkpoint_monitor
 from fastensor_lightning.checkpoint_monitor import AutomaticMonitor, find_plugin
 from fastensor_lightning.frameworks import package_of
 from fastensor_lightning.saved_in_run import SavedInRun, summary
@@ -111,6 +115,41 @@ def test_a_monitor_that_is_added_by_hand_is_the_only_one(
     assert "`fastensor tune " in hint
     assert shown["stall_s"] > 0
     assert "save_s" not in shown, "one short number, unless more is asked for"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_monitor_that_is_kept_keeps_no_trainer(pl: Any, tmp_path: Path, fails: bool, asynchronous: bool) -> None:
+    """Nor its model and optimizers, of a run that has ended."""
+    monitor = CheckpointMonitor()
+    trainers: list[weakref.ref[Any]] = []
+
+    class Ends(pl.Callback):  # type: ignore[misc]
+        def on_train_end(self, trainer: Any, *_: Any) -> None:
+            trainers.append(weakref.ref(trainer))
+            if fails:
+                raise ZeroDivisionError
+
+    plugin = FastensorCheckpointIO(asynchronous=asynchronous)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        fit(pl, tmp_path, plugin, callbacks=[monitor, Ends()])
+    del monitor.log, monitor.log_dict  # type: ignore[attr-defined]  # Lightning's, in each callback: the module's
+    gc.collect()
+    assert [one() for one in trainers] == [None]
+
+
+def test_a_monitor_that_is_torn_down_twice_shares_no_more(
+    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other rank would take part in that."""
+    sharing = mock.Mock(spec=Sharing)
+    monkeypatch.setattr(checkpoint_monitor, "share_choice", lambda plugin, trainer: sharing)
+    monitor = CheckpointMonitor()
+    trainer = make_trainer(pl, tmp_path, FastensorCheckpointIO(), callbacks=[monitor])
+    monitor.setup(trainer, None, "fit")
+    for _ in range(2):
+        monitor.teardown(trainer, None, "fit")
+    assert [name for name, _, _ in sharing.method_calls] == ["sync", "end"]
 
 
 def test_a_trainer_without_the_plugin_is_left_alone(pl: Any, tmp_path: Path, said: Callable[[], list[str]]) -> None:
