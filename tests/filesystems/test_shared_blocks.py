@@ -375,6 +375,22 @@ def check_refused(path: Path, state: dict[str, torch.Tensor]) -> None:
     check(path, expected)
 
 
+@pytest.mark.parametrize("ending", ["ckpt", "safetensors"])
+@pytest.mark.parametrize("block_nbytes", [1024, 2048])
+def test_blocks_that_are_smaller_than_a_page(tmp_path: Path, block_nbytes: int, ending: str) -> None:
+    state = {"a": torch.randn(NUMEL), "b": torch.ones(2000), "c": torch.randn(NUMEL), "d": torch.ones(3000)}
+    try:
+        with mounted("xfs", tmp_path / "image", 320 << 20, make=["-b", f"size={block_nbytes}"]) as folder:
+            for step in range(4):
+                state["b"] += 1
+                state["d"] += 1
+                report = fastensor.save(state, folder / f"{step}.{ending}")
+                check(folder / f"{step}.{ending}", state)
+                assert (report.shared_nbytes > 1.9 * NBYTES) == (step > 0)
+    except CannotMountError as error:
+        pytest.skip(f"no filesystem can be mounted here: {error}")
+
+
 def test_xfs_without_reflink_is_asked_once(
     tmp_path: Path, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,7 +224,7 @@ def move_bytes(source: int, begin: int, fd: int, offset: int, nbytes: int) -> No
     (``copy_file_range``). Little by little, since a quota counts a shared block in both files.
 
     Args:
-        source: open for reading and writing. The part, up to the end of its last block of 4096 bytes, is a hole then.
+        source: open for reading and writing. The part is zeros then, and its whole blocks are free.
         begin, offset: where the parts begin; multiples of the filesystem's blocks, which make it fast.
         fd: open for writing.
         nbytes: size of the parts.
@@ -235,7 +235,7 @@ def move_bytes(source: int, begin: int, fd: int, offset: int, nbytes: int) -> No
     while nbytes:
         moved = os.copy_file_range(source, fd, min(nbytes, _MOVED_NBYTES), begin, offset)
         check_end(moved, min(nbytes, 1), begin)
-        _punch_hole(source, begin, -(-moved // ASSUMED_ALIGNMENT) * ASSUMED_ALIGNMENT)
+        _punch_hole(source, begin, moved)
         begin, offset, nbytes = begin + moved, offset + moved, nbytes - moved
 
 
