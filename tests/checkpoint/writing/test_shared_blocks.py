@@ -21,6 +21,7 @@ from disks import Gate, leftovers
 from sharing import SharingDisk
 
 import fastensor
+from fastensor.backends import registry
 from fastensor.backends.storage_crc32 import crc32s_of
 from fastensor.checkpoint.writing import shared_blocks
 from fastensor.files import posix
@@ -328,6 +329,69 @@ def test_tensors_that_count_nothing_are_written(tmp_path: Path, disk: SharingDis
     for _ in range(2):
         report = fastensor.save(torch.randn(NUMEL).untyped_storage(), tmp_path / "x.ckpt")
         assert report.shared_nbytes == 0
+
+
+class Uncounted(torch.Tensor):
+    @property
+    def _version(self) -> int:
+        raise AttributeError("nothing is counted")
+
+
+def test_a_subclass_without_a_counter_is_written(tmp_path: Path, disk: SharingDisk) -> None:
+    state = {"w": torch.zeros(NUMEL).as_subclass(Uncounted)}
+    for _ in range(2):
+        assert fastensor.save(state, tmp_path / "x.ckpt").shared_nbytes == 0
+        assert torch.load(tmp_path / "x.ckpt", weights_only=False)["w"].sum() == 0
+
+
+@pytest.mark.parametrize("how", [True, "trust"])
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_what_cannot_be_compared_is_written(
+    tmp_path: Path, disk: SharingDisk, state: dict[str, torch.Tensor], how: Any, error: type[Exception],
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def fail(parts: list[Any]) -> list[int]:
+        raise error("out of memory")
+
+    registry.announce.cache_clear()
+    path = tmp_path / "x.ckpt"
+    shared_by(state, path)
+    with monkeypatch.context() as patch:
+        patch.setattr("fastensor.backends.storage_crc32.crc32s_of", fail)
+        assert shared_by(state, path, share_unchanged=how) == 0
+    assert "sharing unchanged blocks is not used: there is no memory to compare them" in caplog.text
+    assert shared_by(state, path, share_unchanged=how) == 3
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_no_more_than_some_files_are_open_at_once(
+    tmp_path: Path, disk: SharingDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sharing.share_small_tensors(monkeypatch)
+    blocks = [2 if number % 3 == 0 and number < 90 else 1 for number in range(100)]
+    state = {f"w{number}": torch.randn(count * 1024) for number, count in enumerate(blocks)}
+    for name, one in state.items():
+        fastensor.save({name: one}, tmp_path / f"{name}.ckpt", durable=False)
+    for number in (3, 30, 60):
+        replaced(tmp_path / f"w{number}.ckpt")
+    before, most, share = open_files(), 0, posix.share_blocks
+
+    def counted(*arguments: int) -> None:
+        nonlocal most
+        most = max(most, open_files() - before)
+        share(*arguments)
+
+    monkeypatch.setattr(posix, "share_blocks", counted)
+    report = fastensor.save(state, tmp_path / "all.ckpt", durable=False)
+    sharing.assert_same(fastensor.load(tmp_path / "all.ckpt"), state)
+    assert report.shared_nbytes == (27 * 2 + 2) * sharing.BLOCK_NBYTES  # of 30 files with the most, and two others
+    assert most == 29 + 1  # with the new file; what is not what it was is closed
+    assert open_files() == before
+    report = fastensor.save(state, tmp_path / "all.ckpt", durable=False)
+    assert report.shared_nbytes == sum(blocks) * sharing.BLOCK_NBYTES
 
 
 def test_a_storage_in_the_place_of_another_is_another(tmp_path: Path, disk: SharingDisk) -> None:

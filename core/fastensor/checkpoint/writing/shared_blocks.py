@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 _LEAST_NBYTES = 256 << 10
 """Fewer bytes are written as fast as they are shared."""
+_MOST_BASES = 32
+"""Files that a new one shares blocks with. Each is open while blocks are shared."""
 _SAMPLED = 16
 """With ``"trust"``, each save compares one in so many bytes that it takes for unchanged, others each time."""
 _UNCOUNTED = -1
@@ -187,7 +190,11 @@ def share_blocks(
     with ExitStack() as opened:
         found = _candidates(parts, new.fd, opened)
         compared = _sample(found) if how == "trust" else found
-        changed = _changed(compared)
+        try:
+            changed = _changed(compared)
+        except (MemoryError, torch.OutOfMemoryError):
+            announce("sharing unchanged blocks", "there is no memory to compare them")
+            found, changed = [], []
         if changed and how == "trust":
             raise _not_to_be_trusted(changed[0], name_of or partial(_name_in, plan))
         for one in changed:
@@ -233,7 +240,8 @@ def _versions(plan: Plan) -> dict[torch.UntypedStorage, list[int]]:
     for tensor in plan.tensors:
         with suppress(Exception):  # whatever a subclass raises that has no storage: the tensors in it are here, too
             counters = found.setdefault(tensor.untyped_storage(), [])
-            counters.append(_UNCOUNTED if tensor.is_inference() else tensor._version)
+            counters.append(_UNCOUNTED)
+            counters[-1] = tensor._version
     return found
 
 
@@ -244,8 +252,8 @@ def _can_be_read(storage: torch.UntypedStorage) -> bool:
 def _candidates(parts: Sequence[_Part], fd: int, opened: ExitStack) -> list[_Candidate]:
     """The parts whose versions are those of a copy, in a file of the same filesystem that has not changed since."""
     block_nbytes, device = os.fstatvfs(fd).f_bsize, os.fstat(fd).st_dev
-    bases: dict[WrittenFile, int] = {}
-    found = []
+    matching: list[tuple[_Part, Copy, Extent]] = []
+    nbytes: Counter[WrittenFile] = Counter()
     for part in parts:
         copy = part.copies.get(part.extent)
         if copy is None or copy.versions != part.versions or copy.file.identity[0] != device:
@@ -253,11 +261,14 @@ def _candidates(parts: Sequence[_Part], fd: int, opened: ExitStack) -> list[_Can
         begin, end = _whole_blocks(part.payload, block_nbytes)
         if (copy.offset - part.payload.offset) % block_nbytes or begin >= end:
             continue
-        if copy.file not in bases:
-            bases[copy.file] = _open(copy.file, opened)
-        if bases[copy.file] >= 0:
-            found.append(_Candidate(part, copy, bases[copy.file], (begin, end)))
-    return found
+        matching.append((part, copy, (begin, end)))
+        nbytes[copy.file] += end - begin
+    bases = {file: _open(file, opened) for file, _ in nbytes.most_common(_MOST_BASES)}
+    return [
+        _Candidate(part, copy, bases[copy.file], shared)
+        for part, copy, shared in matching
+        if bases.get(copy.file, -1) >= 0
+    ]
 
 
 def _whole_blocks(payload: Payload, block_nbytes: int) -> Extent:
@@ -269,10 +280,11 @@ def _whole_blocks(payload: Payload, block_nbytes: int) -> Extent:
 def _open(file: WrittenFile, opened: ExitStack) -> int:
     """A descriptor of a file that is still the one that was written; else -1."""
     for path in file.paths:
-        with suppress(OSError):
+        with suppress(OSError), ExitStack() as this:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            opened.callback(posix.close_read_only, fd)
+            this.callback(posix.close_read_only, fd)
             if _identity(fd) == file.identity:
+                opened.push(this.pop_all())
                 return fd
     return -1
 
