@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from disk_images import CannotMountError, mounted
 
+del sys.path[0]  # other modules there have names of folders of tests
 NBYTES = 320 << 20
 
 
