@@ -67,7 +67,7 @@ def made(mib: int) -> State:
     rank = max(round(_SHARE_TRAINED * layer_nbytes / (6 * _WIDTH * 4)), 1)
     state: State = {"frozen": {}, "trained": {}}
     for number in range(layers):
-        state["frozen"][f"{number}.weight"] = torch.randn(_WIDTH, _WIDTH)
+        state["frozen"][f"{number}.weight"] = torch.empty(_WIDTH, _WIDTH).normal_()
         for name in ("a", "b"):
             for part in ("", ".exp_avg", ".exp_avg_sq"):
                 state["trained"][f"{number}.{name}{part}"] = torch.randn(rank, _WIDTH)

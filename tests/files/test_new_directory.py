@@ -13,7 +13,7 @@ from programs import Program
 
 from fastensor.checkpoint.files import remove
 from fastensor.files import new_directory, posix
-from fastensor.files.new_directory import NewDirectory, replace_link
+from fastensor.files.new_directory import NewDirectory, names_of, replace_link
 from fastensor.testing import failing_call
 from fastensor.testing.calls import Call, intercepted
 
@@ -236,3 +236,15 @@ def test_another_process_removes_what_is_old_at_any_instant(tmp_path: Path) -> N
         if next(calls) <= number:
             break
     assert number > 20
+
+
+def test_the_names_of_a_file_whatever_links_lead_to_it(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for folder in ("real", "link"):
+        new = NewDirectory(str(tmp_path / folder / "checkpoint"))
+        new.create()
+        for path in (Path(new.hidden) / "x", Path(os.path.realpath(new.hidden)) / "x"):
+            assert names_of(str(path)) == (str(path), str(tmp_path / folder / "checkpoint" / "x"))
+        assert names_of(str(tmp_path / folder / "x")) == (str(tmp_path / folder / "x"),)
+        new.discard()

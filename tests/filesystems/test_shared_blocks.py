@@ -25,7 +25,9 @@ import torch
 from disk_images import CannotMountError, find_program, mounted
 from disks import leftovers
 from programs import Program
+from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import fastensor
 from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
@@ -43,7 +45,14 @@ SAVER = Path(__file__).with_name("saver.py")
 @pytest.fixture
 def state() -> dict[str, torch.Tensor]:
     """Eight frozen tensors, and one that is trained."""
-    return {name: torch.randn(NUMEL) for name in ("trained", *(f"frozen{number}" for number in range(8)))}
+    return {name: torch.empty(NUMEL).normal_() for name in ("trained", *(f"frozen{number}" for number in range(8)))}
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def used_nbytes(folder: Path) -> int:
@@ -119,6 +128,26 @@ def test_shards_share(folder: Path, state: dict[str, torch.Tensor]) -> None:
             assert "'model.frozen3' has changed" in str(error)
             return
     pytest.fail("nothing was compared")
+
+
+@pytest.mark.parametrize("how", [True, "trust"])
+@pytest.mark.parametrize("stager", [None, StagingOptions(False, False, False, False)])
+def test_what_was_staged_is_written(
+    folder: Path, state: dict[str, torch.Tensor], how: Any, stager: Any, one_rank: None
+) -> None:
+    """torch's stager writes to the same memory each time, and counts nothing."""
+    writer = FastensorStorageWriter(folder / "x", share_unchanged=how)
+    options: Any = {} if stager is None else {"async_stager": DefaultStager(stager)}
+    for number in range(4):
+        state["trained"].add_(1)
+        writer.reset(folder / str(number))
+        before = used_nbytes(folder)
+        saved = dcp.async_save(state, storage_writer=writer, **options)
+        getattr(saved, "upload_completion", saved).result()  # type: ignore[union-attr]
+        found = {name: torch.zeros(NUMEL) for name in state}
+        assert used_nbytes(folder) - before > 8.5 * NBYTES
+        dcp.load(found, checkpoint_id=folder / str(number))
+        sharing.assert_same(found, state)
 
 
 def rot(file: Path, offset: int, image: Path) -> None:

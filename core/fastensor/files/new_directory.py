@@ -162,10 +162,11 @@ _filled: weakref.WeakValueDictionary[str, NewDirectory] = weakref.WeakValueDicti
 
 
 def names_of(path: str) -> tuple[str, ...]:
-    """The path of a file, symlinks followed; and, if it is in a directory that is filled, the one that it will have."""
-    for folder in Path(path).parents:
+    """The path of a file; and, if it is in a directory that is filled, the one that it will have."""
+    file = Path(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+    for folder in file.parents:
         if (found := _filled.get(str(folder))) is not None:
-            return path, found.contents + path.removeprefix(str(folder))
+            return path, os.path.join(found.contents, file.relative_to(folder))
     return (path,)
 
 

@@ -22,6 +22,7 @@ from sharing import SharingDisk
 
 import fastensor
 from fastensor.backends import registry
+from fastensor.backends.buffers import BUFFER_NBYTES
 from fastensor.backends.storage_crc32 import crc32s_of
 from fastensor.checkpoint.writing import shared_blocks
 from fastensor.files import posix
@@ -143,7 +144,7 @@ def test_a_change_behind_torchs_back_is_written(
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_trust_compares_samples_and_names_the_tensor(tmp_path: Path, disk: SharingDisk, ending: str) -> None:
-    state = {f"w{number}": torch.randn(NUMEL) for number in range(32)}
+    state = {f"w{number}": torch.empty(NUMEL).normal_() for number in range(32)}
     path = tmp_path / f"x.{ending}"
     shared_by(state, path)
     state["w17"].data.add_(1)
@@ -329,6 +330,66 @@ def test_tensors_that_count_nothing_are_written(tmp_path: Path, disk: SharingDis
     for _ in range(2):
         report = fastensor.save(torch.randn(NUMEL).untyped_storage(), tmp_path / "x.ckpt")
         assert report.shared_nbytes == 0
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_is_collected_by_data_is_compared(tmp_path: Path, disk: SharingDisk, kept: bool) -> None:
+    """Its counter begins at 0, whatever was counted before, and does not see the changes of the parameter."""
+    model = {name: torch.nn.Parameter(torch.empty(NUMEL).normal_()) for name in ("frozen", "frozen_too", "trained")}
+    state = {name: one.data for name, one in model.items()}
+    shared_by(state, tmp_path / "x.ckpt", share_unchanged="trust")
+    for _ in range(20):
+        with torch.no_grad():
+            model["trained"].add_(1)
+        state = state if kept else {name: one.data for name, one in model.items()}
+        assert shared_by(state, tmp_path / "x.ckpt", share_unchanged="trust") == 2
+
+
+def test_a_tensor_that_torch_counts_again_is_shared_again(
+    tmp_path: Path, disk: SharingDisk, state: dict[str, torch.Tensor]
+) -> None:
+    path = tmp_path / "x.ckpt"
+    shared_by(state, path)
+    state["frozen"].data.add_(1)
+    assert [shared_by(state, path) for _ in range(2)] == [2, 2]
+    state["frozen"].add_(1)
+    assert [shared_by(state, path) for _ in range(2)] == [2, 3]
+
+
+def test_no_more_than_some_copies_are_remembered(
+    tmp_path: Path, disk: SharingDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_blocks, "_MOST_COPIES", 5)
+    whole, path = torch.randn(2 * NUMEL), tmp_path / "x.safetensors"
+    for begin in (*range(20), 0):
+        assert shared_by({"w": whole[begin : begin + NUMEL]}, path) == 0
+    assert shared_by({"w": whole[:NUMEL]}, path) == 1
+    assert len(shared_blocks._copies[whole.untyped_storage()]) == 5
+
+
+def test_a_handle_keeps_no_header(tmp_path: Path, disk: SharingDisk, state: dict[str, torch.Tensor]) -> None:
+    shared_by(state, tmp_path / "x.ckpt")
+    text = b"x" * (1 << 20)
+    with fastensor.AsyncWriter() as writer:
+        handle = writer.save({**state, "text": text}, tmp_path / "x.ckpt")
+        assert handle.result().shared_nbytes > 2.9 * NBYTES
+    gc.collect()
+    tuples = [one for one in gc.get_objects() if isinstance(one, tuple)]
+    assert not any(type(one) is bytes and len(one) > len(text) for some in tuples for one in some)
+
+
+def test_a_save_that_is_skipped_compares_nothing(
+    tmp_path: Path, disk: SharingDisk, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared_by(state, tmp_path / "x.ckpt")
+    gate = Gate(monkeypatch)
+    with fastensor.AsyncWriter(staging_bytes=BUFFER_NBYTES, when_busy="skip") as writer:
+        first = writer.save({"w": torch.zeros(BUFFER_NBYTES // 4 - 1000)}, tmp_path / "first.ckpt")
+        monkeypatch.setattr("fastensor.backends.storage_crc32.crc32s_of", None)
+        assert writer.save(state, tmp_path / "x.ckpt").stage == "skipped"
+        gate.open()
+        first.result()
+    assert not leftovers(tmp_path)
 
 
 class Uncounted(torch.Tensor):

@@ -356,11 +356,10 @@ class AsyncWriter:
                 _announce("the file has to be written in place")
                 save.run_now(plan)
                 return
+            if self._skips(save, 1):  # before anything is compared
+                return
             plan = transaction.share(plan)
-            self._reserve(plan.nbytes)
-            if self._settings.when_busy == "skip" and not self._pool.has_room(plan.nbytes):
-                _logger.warning("skipped, because earlier saves are not done: %s", save.path)
-                save.drop("skipped", "the save was skipped, because earlier ones were not done")
+            if self._skips(save, plan.nbytes):
                 return
             remote = isinstance(transaction.target, RemotePath)
             snapshot = Snapshot(
@@ -389,6 +388,15 @@ class AsyncWriter:
                 save.fail(error)
             raise
         save.staged(time.perf_counter() - started)
+
+    def _skips(self, save: Save, nbytes: int) -> bool:
+        """Reserve staging memory. True if there is no room for so many bytes, and the save was dropped for that."""
+        self._reserve(nbytes)
+        if self._settings.when_busy != "skip" or self._pool.has_room(nbytes):
+            return False
+        _logger.warning("skipped, because earlier saves are not done: %s", save.path)
+        save.drop("skipped", "the save was skipped, because earlier ones were not done")
+        return True
 
     def _reserve(self, nbytes: int) -> None:
         """Map as much staging memory as a file needs and the budget allows."""

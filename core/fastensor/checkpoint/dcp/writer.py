@@ -117,7 +117,8 @@ class FastensorStorageWriter(InDirectory, FileSystemWriter):
             ``torch.distributed.checkpoint`` reads them through ``.metadata``.
         backend: as for :func:`fastensor.save`.
         storage_options: what ``fsspec`` needs besides the URL.
-        share_unchanged: as for :func:`fastensor.save`. What ``dcp.async_save`` has copied is written each time.
+        share_unchanged: as for :func:`fastensor.save`, for saves in the main thread. Others, as those of
+            ``dcp.async_save``, write everything: torch does not count the changes of memory for staging.
 
     Raises:
         UnknownFilesystemError: ``fsspec`` cannot reach the URL.
@@ -187,10 +188,11 @@ class FastensorStorageWriter(InDirectory, FileSystemWriter):
         """Files of replaced checkpoints in the directory that have not been removed yet."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what belongs to this process: memory for staging, and connections, which are opened anew."""
+        """All but what belongs to this process: memory for staging, blocks to be shared, and connections, which are
+        opened anew."""
         state = dict(vars(self))
         del state["fs"], state["_directory"]
-        state.update(_stager=None, _copies=None, _in_use=None, _begun=None)
+        state.update(_stager=None, _copies=None, _in_use=None, _begun=None, share_unchanged=False)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -368,7 +370,8 @@ class FastensorStorageWriter(InDirectory, FileSystemWriter):
             if isinstance(output, StreamOutput):
                 output.begin(plan.nbytes)
                 return stream.write_stream(plan, output.write)
-            rest, blocks = share_blocks(plan, output, self.share_unchanged, name_of)
+            how = self.share_unchanged if self._thread == threading.main_thread().ident else False
+            rest, blocks = share_blocks(plan, output, how, name_of)
             with blocks.writing() as new:
                 transfer, checksums = write_contents(rest, new, [], write)
         transfer.done(time.perf_counter() - transfer.started)

@@ -94,8 +94,9 @@ def save(
             was written. Other filesystems are not affected. A tensor may only be shared if its storage is the same
             object and torch counts no change of it (``Tensor._version``). Since nobody counts what is written through
             ``.data``, or by other libraries, the tensor is compared with the CRC32 in the old file, which reads its
-            bytes once. ``"trust"`` compares only one in sixteen bytes, others each time; it is for programs that
-            write no tensor in such a way. False writes everything.
+            bytes once. ``"trust"`` compares only one in sixteen bytes, others each time, and tensors of which torch has
+            counted nothing yet (``.data``); it is for programs that write no tensor in such a way. False writes
+            everything.
         progress: called after every few MiB with the bytes that are on their way to the disk and the bytes of the file.
             The sync comes after that. What it raises ends the save, and the old file is kept as after any failure.
 

@@ -39,6 +39,8 @@ _LEAST_NBYTES = 256 << 10
 """Fewer bytes are written as fast as they are shared."""
 _MOST_BASES = 32
 """Files that a new one shares blocks with. Each is open while blocks are shared."""
+_MOST_COPIES = 4096
+"""Copies of different parts of a storage that are remembered."""
 _SAMPLED = 16
 """With ``"trust"``, each save compares one in so many bytes that it takes for unchanged, others each time."""
 _UNCOUNTED = -1
@@ -66,6 +68,8 @@ class Copy(NamedTuple):
     """The version counters of the tensors that show the storage, when it was copied."""
     age: int
     """Number of the saves since then that have not compared its bytes."""
+    is_changed: bool = False
+    """True if the storage was changed without a new version. It is written until its versions are others."""
 
 
 class _Part(NamedTuple):
@@ -76,10 +80,15 @@ class _Part(NamedTuple):
     versions: tuple[int, ...]
 
     @property
-    def copies(self) -> dict[Extent, Copy | None]:
+    def copies(self) -> dict[Extent, Copy]:
         """The latest copies of the storage, by the extent of its bytes."""
         storage = self.storage()
         return {} if storage is None else _copies.setdefault(storage, {})
+
+    @property
+    def is_counted(self) -> bool:
+        """True if the versions may be trusted. What is collected by ``.data`` has a counter of its own, at 0."""
+        return 0 not in self.versions
 
     @property
     def extent(self) -> Extent:
@@ -105,9 +114,8 @@ class _Candidate(NamedTuple):
         posix.share_blocks(self.base, begin - self.part.payload.offset + self.copy.offset, fd, begin, end - begin)
 
 
-_copies: WeakKeyDictionary[torch.UntypedStorage, dict[Extent, Copy | None]] = WeakKeyDictionary()
-"""The latest copies of each storage. None in place of one means that the storage was changed without a new version, and
-is written each time. Changes are single calls, so this needs no lock."""
+_copies: WeakKeyDictionary[torch.UntypedStorage, dict[Extent, Copy]] = WeakKeyDictionary()
+"""The latest copies of each storage. Changes are single calls, so this needs no lock."""
 _refusing: set[int] = set()
 """Devices whose filesystems have refused to share blocks."""
 
@@ -161,9 +169,13 @@ class SharedBlocks:
         file = WrittenFile(names_of(self._new.path), self._identity)
         for part in self._parts:
             number, copies = part.payload.storage, part.copies
-            if copies.get(part.extent, file) is not None:
-                age = self._ages.get(number, 0)
-                copies[part.extent] = Copy(file, part.payload.offset, checksums[number], part.versions, age)
+            old = copies.pop(part.extent, None)
+            is_changed = old is not None and old.is_changed and old.versions == part.versions
+            age = self._ages.get(number, 0)
+            copies[part.extent] = Copy(file, part.payload.offset, checksums[number], part.versions, age, is_changed)
+            if (count := len(copies) - _MOST_COPIES) > 0:
+                for oldest in [*copies][:count]:
+                    copies.pop(oldest, None)
         return checksums
 
 
@@ -184,21 +196,24 @@ def share_blocks(
 
     Raises:
         OSError: the filesystem cannot be asked.
-        StateChangedError: ``how`` is ``"trust"``, and a storage has changed, but not its version counters.
+        StateChangedError: ``how`` is ``"trust"``, and a storage has changed, but not its version counters, which torch
+            has counted up before.
     """
     parts = _parts_of(plan) if how and _may_share(plan, new.fd) else []
     with ExitStack() as opened:
         found = _candidates(parts, new.fd, opened)
-        compared = _sample(found) if how == "trust" else found
+        trusted = {one.number for one in found if how == "trust" and one.part.is_counted}
+        compared = [one for one in found if one.number not in trusted]
+        compared += _sample([one for one in found if one.number in trusted])
         try:
             changed = _changed(compared)
         except (MemoryError, torch.OutOfMemoryError):
             announce("sharing unchanged blocks", "there is no memory to compare them")
             found, changed = [], []
-        if changed and how == "trust":
-            raise _not_to_be_trusted(changed[0], name_of or partial(_name_in, plan))
         for one in changed:
-            one.part.copies[one.part.extent] = None
+            if one.number in trusted:
+                raise _not_to_be_trusted(one, name_of or partial(_name_in, plan))
+            one.part.copies[one.part.extent] = one.copy._replace(is_changed=True)
         left_out = {one.number for one in changed}
         shared = _share([one for one in found if one.number not in left_out], new.fd)
     if not shared:
@@ -256,7 +271,7 @@ def _candidates(parts: Sequence[_Part], fd: int, opened: ExitStack) -> list[_Can
     nbytes: Counter[WrittenFile] = Counter()
     for part in parts:
         copy = part.copies.get(part.extent)
-        if copy is None or copy.versions != part.versions or copy.file.identity[0] != device:
+        if copy is None or copy.is_changed or copy.versions != part.versions or copy.file.identity[0] != device:
             continue
         begin, end = _whole_blocks(part.payload, block_nbytes)
         if (copy.offset - part.payload.offset) % block_nbytes or begin >= end:
