@@ -87,12 +87,6 @@ class FastensorConfig:
         "--fastensor_preemption_seconds",
         "SIGTERM ends the process only when the pending state is durable, or after so many seconds; default: at once",
     )
-    link_unchanged: bool = _option(
-        False,
-        "--fastensor_link_unchanged",
-        "in models of transformers and Accelerator.save_model, weights that do not train are files of their own, and "
-        "hard links to those of the last checkpoint; default: off",
-    )
     cooperative: bool = _option(
         False,
         "--fastensor_cooperative",

@@ -104,11 +104,6 @@ def _save(own: _Own, self: Accelerator, *args: Any, **options: Any) -> None:
         own(self, *args, **options)
 
 
-def _save_model(own: _Own, self: Accelerator, *args: Any, **options: Any) -> Any:
-    with saver_of(self).saving():
-        return own(self, *args, **options)
-
-
 def _prepare_model(
     own: _Own, self: Accelerator, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
 ) -> Module:
@@ -169,7 +164,6 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "save_state": _save_state,
     "load_state": _load_state,
     "save": _save,
-    "save_model": _save_model,
     "prepare": _prepare,
     "prepare_model": _prepare_model,
     "backward": _backward,

@@ -1,10 +1,9 @@
 """Names of Accelerate, transformers and PEFT that are replaced while they save or load.
 
 Everything that they write and read goes through four functions: ``torch.save``, ``torch.load``, and ``save_file`` and
-``load_file`` of safetensors; and one of huggingface_hub says which tensors a file of a model gets. Their modules see
-other ones while :func:`replaced` is active. Shards of FSDP go through ``save`` and ``load`` of
-``torch.distributed.checkpoint``, which are replaced, too. What decides which rank writes, how tied weights are cleaned,
-and which globals are safe to load stays their own code.
+``load_file`` of safetensors. Their modules see other ones while :func:`replaced` is active. Shards of FSDP go through
+``save`` and ``load`` of ``torch.distributed.checkpoint``, which are replaced, too. What decides which rank writes, how
+tied weights are cleaned, and which globals are safe to load stays their own code.
 """
 
 from __future__ import annotations
@@ -77,12 +76,10 @@ _SEAMS = (
     "accelerate.utils.fsdp_utils.torch",
     "accelerate.utils.other.torch",
     "accelerate.utils.other.safe_save_file",
-    "huggingface_hub.split_torch_state_dict_into_shards",
     "peft.peft_model.safe_save_file",
     "peft.utils.save_and_load.safe_load_file",
     "transformers.modeling_utils.safe_load_file",
     "transformers.modeling_utils.safe_save_file",
-    "transformers.modeling_utils.split_torch_state_dict_into_shards",
     "transformers.trainer.safetensors",
     "transformers.trainer.torch",
     "transformers.trainer_utils.safe_load_file",
@@ -101,7 +98,6 @@ def _substitute(name: str, files: StateFiles) -> object:
         "safetensors": _Module(safetensors, torch=tensors),
         "load_model": _with_globals(safetensors.torch.load_model, load_file=files.load_file),
         "safe_save_file": files.save_file,
-        "split_torch_state_dict_into_shards": files.split_shards,
         "safe_load_file": files.load_file,
     }[name]
 

@@ -6,26 +6,19 @@ from __future__ import annotations
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import accelerate
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import clean_state_dict_for_safetensors
-from huggingface_hub.serialization import (  # type: ignore[attr-defined]  # exported without saying so
-    StateDictSplit,
-    split_torch_state_dict_into_shards,
-)
 
 import fastensor
 from fastensor.checkpoint import cooperative
 from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.models import links
-from fastensor.checkpoint.models.ties import area_of, dense_tensors_in
+from fastensor.checkpoint.models.ties import dense_tensors_in
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor_accelerate.config import ConfigError, FastensorConfig
 from fastensor_accelerate.saving import StateSave
@@ -33,9 +26,6 @@ from fastensor_accelerate.saving import StateSave
 if TYPE_CHECKING:
     from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
 
-_MODEL = re.compile(r"model\{suffix\}.*\.safetensors")
-"""Names of files of models, which may be several. Those of adapters are not."""
-_LAST_SHARD = re.compile(r"model-(\d{5})-of-\1\.safetensors")
 _OF_ALL = re.compile(r"(model|pytorch_model|optimizer)(_\d+)?\.(safetensors|bin)")
 
 
@@ -86,45 +76,12 @@ class StateFiles:
         self, tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None = None
     ) -> None:
         """``safetensors.torch.save_file``."""
-        options: dict[str, Any] = {"container": "safetensors", "metadata": metadata}
-        if not (self.config.link_unchanged and isinstance(filename, str | os.PathLike)):
-            self._write(tensors, filename, **options)
-            return
-        is_frozen = bool(tensors) and all(self._frozen.has(name, tensor) for name, tensor in tensors.items())
-        write = self._link_or_write if is_frozen else self._write
-        write(tensors, filename, **options)
-        _remove_whole_model(filename)
+        self._write(tensors, filename, container="safetensors", metadata=metadata)
 
     def load_file(self, filename: Any, device: str | int = "cpu", **options: Any) -> dict[str, torch.Tensor]:
         """``safetensors.torch.load_file``. Its choice of a way to read is left to Fastensor."""
-        links_later = self.config.link_unchanged and self.config.verify and isinstance(filename, str | os.PathLike)
-        with links.verifying(filename) if links_later else nullcontext():
-            tensors: dict[str, torch.Tensor] = self._load(filename, device)
+        tensors: dict[str, torch.Tensor] = self._load(filename, device)
         return tensors
-
-    def split_shards(self, state_dict: dict[str, torch.Tensor], **options: Any) -> StateDictSplit:
-        """``huggingface_hub.split_torch_state_dict_into_shards``. With ``link_unchanged``, tensors of a model that do
-        not train are in files of their own."""
-        groups: tuple[dict[str, torch.Tensor], ...] = ({}, {})
-        for name, tensor in state_dict.items():
-            groups[self._frozen.has(name, tensor)][name] = tensor
-        pattern = options.get("filename_pattern", "")
-        if not (self.config.link_unchanged and all(groups) and _MODEL.fullmatch(pattern)):
-            return split_torch_state_dict_into_shards(state_dict, **options)
-        splits = [split_torch_state_dict_into_shards(group, **options) for group in groups]
-        shards = [names for one in splits for names in one.filename_to_tensors.values()]
-        suffixes = (f"-{number:05d}-of-{len(shards):05d}" for number in range(1, len(shards) + 1))
-        files = {pattern.format(suffix=suffix): names for suffix, names in zip(suffixes, shards, strict=True)}
-        sizes = {"total_size": sum(one.metadata["total_size"] for one in splits)}
-        return StateDictSplit(
-            metadata={**splits[0].metadata, **sizes},
-            filename_to_tensors=files,
-            tensor_to_filename={name: file for file, names in files.items() for name in names},
-        )
-
-    @cached_property
-    def _frozen(self) -> Frozen:
-        return Frozen(self.accelerator._models)
 
     def accelerate_save(
         self, obj: object, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
@@ -179,24 +136,9 @@ class StateFiles:
         elif self.writer is not None:
             saving.handles.append(self.writer.save(obj, path, **options))
         else:
-            self._count(fastensor.save(obj, path, **options))
-
-    def _link_or_write(self, tensors: dict[str, torch.Tensor], path: str | os.PathLike[str], **options: Any) -> None:
-        """Link a file of tensors that do not train to an earlier one. What has to be written can be linked later."""
-        metadata, durable = options["metadata"], self.config.durable
-        if (report := links.link_unchanged(tensors, path, metadata=metadata, durable=durable)) is not None:
-            self._count(report)
-            return
-        self._write(tensors, path, **options)
-        if self.saving is None or (self.writer is None and self.saving.failure is None):
-            links.remember(path)
-        elif self.writer is not None and self.saving.failure is None:
-            self.saving.handles[-1].add_done_callback(_remember)
-
-    def _count(self, report: fastensor.SaveReport) -> None:
-        if self.saving is not None:
-            self.saving.nbytes += report.nbytes
-            self.saving.shared_nbytes += report.shared_nbytes
+            report = fastensor.save(obj, path, **options)
+            saving.nbytes += report.nbytes
+            saving.shared_nbytes += report.shared_nbytes
 
     def _write_together(self, obj: object, path: str | os.PathLike[str], **options: Any) -> None:
         """Write a file, called in all processes. What is not replicated by data parallel training is the main one's."""
@@ -230,39 +172,6 @@ class StateFiles:
             raise
         self.loaded(report)
         return found
-
-
-class Frozen:
-    """The parameters of models that do not train, which state dicts do not tell from others.
-
-    Args:
-        models: that an Accelerator has prepared.
-    """
-
-    def __init__(self, models: Iterable[torch.nn.Module]) -> None:
-        named = [one for model in models for one in model.named_parameters(remove_duplicate=False)]
-        frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
-        self._names = {name for name, _ in frozen}
-        self._areas = {area for _, parameter in frozen if (area := area_of(parameter)) is not None}
-
-    def has(self, name: str, tensor: torch.Tensor) -> bool:
-        """True if a tensor of a state dict is one of them: by its name, as in the model, or by its memory, which it has
-        where the name is another one."""
-        return name in self._names or area_of(tensor) in self._areas
-
-
-def _remember(handle: fastensor.SaveHandle) -> None:
-    if handle.stage == "durable":
-        links.remember(handle.path)
-
-
-def _remove_whole_model(shard: str | os.PathLike[str]) -> None:
-    """Remove the file of a model in one file when the last shard of a new one is there: readers would prefer the old
-    file to the index."""
-    folder, name = os.path.split(shard)
-    if _LAST_SHARD.fullmatch(name):
-        with suppress(FileNotFoundError):
-            os.unlink(os.path.join(folder, "model.safetensors"))
 
 
 def _is_of_all(path: object) -> TypeGuard[str | os.PathLike[str]]:

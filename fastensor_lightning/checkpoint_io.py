@@ -32,7 +32,6 @@ from fastensor.files.posix import memory_filesystem_of
 from fastensor.files.shown import shown
 from fastensor.select.transfer import check_choice
 from fastensor_lightning.frameworks import load_classes
-from fastensor_lightning.left_out import Exclude, LeftOut, check_exclude
 from fastensor_lightning.sharded import PendingShards, ShardedCheckpoints
 
 CHECKPOINT_IO_CLASSES = load_classes("CheckpointIO", "lightning.fabric.plugins", "lightning_fabric.plugins")
@@ -106,14 +105,6 @@ class FastensorCheckpointIO(CheckpointIO):
             parameters and optimizer states that all ranks hold alike; everything else in it is rank 0's, as in any
             checkpoint of DDP. Outside of a run, while an exception is handled, and for a requeue by SLURM, rank 0 saves
             alone. Not with ``asynchronous``.
-        exclude: what checkpoints leave out, because the module has it anyway: ``"frozen"``, the parameters that require
-            no gradient; or a list of names and glob patterns of the state dict (``["backbone.*"]``). It is left out if
-            it is excluded when ``fit`` begins, and has not changed since. What has changed is saved all the same, which
-            the log says. The checkpoint has an entry that says what is missing. A load takes that from the module, as
-            its ``__init__`` and ``configure_model`` have made it, compares it (unless ``verify=False``), and raises a
-            ``StateMismatchError`` if it is not the same. Any other missing tensor is the error that it was. Optimizers,
-            loops and callbacks are in the checkpoint as ever. For one device and DDP; not with ``cooperative``.
-            ``load_from_checkpoint`` does not ask the plugin: give it ``strict=False``.
 
     When ``fit`` ends, Lightning's log says in a line what was saved and what that cost. A :class:`CheckpointMonitor`
     says more, and logs it.
@@ -150,13 +141,11 @@ class FastensorCheckpointIO(CheckpointIO):
         asynchronous: bool | AsyncOptions | None = False,
         cooperative: bool | CooperativeOptions | None = False,
         share_unchanged: ShareUnchanged = True,
-        exclude: Exclude = None,
     ) -> None:
         super().__init__()
         check_choice(backend)
         check_flags(durable=durable, verify=verify)
         check_share_unchanged(share_unchanged)
-        check_exclude(exclude)
         check_map_location(map_location)
         self.backend = backend
         self.durable = durable
@@ -168,9 +157,6 @@ class FastensorCheckpointIO(CheckpointIO):
         self._cooperation = cast(CooperativeOptions, _check_options("cooperative", cooperative, CooperativeOptions))
         self.cooperative = cooperative not in (False, None)
         check_cooperation(**self._cooperation)
-        if self.cooperative and exclude is not None:
-            raise ValueError("cooperative and exclude contradict: a small file needs one writer only; choose one")
-        self._left_out = LeftOut(exclude)
         if self.cooperative and self.asynchronous:
             raise ValueError(
                 "cooperative and asynchronous contradict: ranks that save together wait for each other; choose one"
@@ -205,7 +191,6 @@ class FastensorCheckpointIO(CheckpointIO):
         options = {"backend": self.backend, "durable": self.durable, "map_location": self.map_location}
         options |= {"verify": self.verify, "asynchronous": self._options or self.asynchronous}
         options |= {"cooperative": self._cooperation or self.cooperative, "share_unchanged": self.share_unchanged}
-        options |= {"exclude": self._left_out.exclude}
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         last = f", last saved {self.last_save.path!r}" if self.last_save is not None else ""
         return f"({given}){last}"
@@ -249,8 +234,6 @@ class FastensorCheckpointIO(CheckpointIO):
         # ModelCheckpoint's "last.ckpt" may be a link to the best checkpoint, which must not be replaced through it.
         options.update(container="torch", follow_symlinks=False, share_unchanged=self.share_unchanged)
         step = checkpoint.get("global_step") if isinstance(checkpoint, dict) else None
-        if _is_trainers(checkpoint):
-            checkpoint = self._left_out.without(checkpoint)
         if chosen.asynchronous and self._may_be_left_pending(checkpoint, path):
             with ExitStack() as until_saved:
                 _announce(path, until_saved)
@@ -297,7 +280,6 @@ class FastensorCheckpointIO(CheckpointIO):
             raise FileNotFoundError(f"Checkpoint file not found: {given}") from error  # in Lightning's words
         _logger.debug("loaded %s", self.last_load)
         for monitor in self._monitors:
-            self._left_out.give_back(checkpoint, monitor._trainer.lightning_module, os.fspath(path), verify=self.verify)
             monitor._on_load(self.last_load)
         return checkpoint
 
@@ -485,9 +467,7 @@ class FastensorCheckpointIO(CheckpointIO):
 
     def _warn_without_monitor(self, checkpoint: object) -> None:
         """Warn once of what a Trainer does without a monitor, or Fabric, which has none."""
-        if not self._may_be_alone or not (
-            _is_trainers(checkpoint) or self.cooperative or self._left_out.exclude is not None
-        ):
+        if not self._may_be_alone or not (_is_trainers(checkpoint) or self.cooperative):
             return
         lacks = {
             "checkpoints are saved synchronously": self.asynchronous,
@@ -495,7 +475,6 @@ class FastensorCheckpointIO(CheckpointIO):
                 self.cooperative and has_others()
             ),
             "ranks do not share which backend is the fastest": self._chooses and has_others(),
-            "nothing is left out of checkpoints": self._left_out.exclude is not None,
         }
         if missing := [text for text, is_lacking in lacks.items() if is_lacking]:
             self._may_be_alone = False

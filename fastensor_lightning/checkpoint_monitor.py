@@ -14,10 +14,10 @@ import fastensor
 from fastensor.files.arguments import check_flags, checks_keywords
 from fastensor.files.replacing import wrap_method
 from fastensor.files.shown import shown
-from fastensor.files.words import MIB, counted, human_size
+from fastensor.files.words import MIB
 from fastensor.select.share import Sharing
 from fastensor_lightning.checkpoint_io import CHECKPOINT_IO_CLASSES, FastensorCheckpointIO
-from fastensor_lightning.data_parallel import is_sharded, save_together, share_choice
+from fastensor_lightning.data_parallel import save_together, share_choice
 from fastensor_lightning.finished_files import WaitingLoggers, see_finished_files
 from fastensor_lightning.frameworks import load_classes, package_of, say
 from fastensor_lightning.saved_in_run import SavedInRun
@@ -62,8 +62,8 @@ class CheckpointMonitor(Callback):
         explain: whether to say in the Trainer's log which backend each file was saved or loaded by on rank 0, and why.
 
     Raises:
-        TypeError: in ``setup``, if the Trainer saves with another plugin; or with a cooperative one, or one with
-            ``exclude``, and its ranks do not hold the same state.
+        TypeError: in ``setup``, if the Trainer saves with another plugin; or with a cooperative one, and its ranks do
+            not hold the same state.
     """
 
     _says_more = True
@@ -104,11 +104,6 @@ class CheckpointMonitor(Callback):
         if self._sharing is not None:  # all ranks call save_checkpoint, and leave it together
             self._undo.callback(self._sharing.end)
             self._undo.callback(wrap_method(trainer, "save_checkpoint", partial(_save_and_sync, self._sharing)))
-        if plugin._left_out.exclude is not None and is_sharded(trainer.strategy):
-            raise TypeError(
-                f"FastensorCheckpointIO(exclude=...) is for one device and DDP; found "
-                f"{type(trainer.strategy).__name__}: leave exclude out"
-            )
         if plugin.cooperative:
             self._undo.callback(save_together(plugin, trainer))
         if plugin.asynchronous:
@@ -120,14 +115,6 @@ class CheckpointMonitor(Callback):
         return (
             f"(progress_bar={self._progress_bar}, details={self._details}, log={self._logs}, explain={self._explain})"
         )
-
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Note what checkpoints may leave out, when the module is restored and converted."""
-        if self._plugin is None or self._plugin._left_out.exclude is None:
-            return
-        found = self._plugin._left_out.begin(pl_module)
-        size = human_size(sum(one.nbytes for one in found))
-        say(trainer, f"checkpoints leave out {counted(len(found), 'tensors')} ({size}), unless they change")
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Wait for pending saves and log them, before loggers are closed.

@@ -80,12 +80,6 @@ def share_choice(plugin: FastensorCheckpointIO, trainer: Any) -> Sharing | None:
     return share.share_choice(plugin.backend, folder, trainer.strategy.root_device)
 
 
-def is_sharded(strategy: Any) -> bool:
-    """True for strategies whose ranks may hold parts of the model."""
-    names = {base.__name__ for base in type(strategy).__mro__}
-    return not names.isdisjoint({"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAStrategy"})
-
-
 def is_data_parallel(strategy: Any) -> bool:
     """True for Lightning's DDP, whose ranks hold the same tensors. Ranks of its subclasses may hold parts."""
     names = {base.__name__ for base in type(strategy).__mro__}

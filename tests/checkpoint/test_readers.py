@@ -439,7 +439,6 @@ def test_peft_reads_adapters(tmp_path: Path, writer: str) -> None:
 LAYS_OUT = {
     "checkpoint/writing/save.py": "save",
     "checkpoint/dcp/writer.py": "FastensorStorageWriter",
-    "checkpoint/models/links.py": "save_sharded",
     "testing/backends.py": "",
 }
 """The modules that lay out files of safetensors, and writers that go through them."""

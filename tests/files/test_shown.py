@@ -145,7 +145,7 @@ def objects(folder: Path) -> Iterator[tuple[Any, str]]:
     yield CheckpointMonitor(), "<CheckpointMonitor(progress_bar=True, details=False, log=True, explain=False)>"
     yield DataWaitMonitor(), "<DataWaitMonitor(progress_bar=True, table=True)>"
     plugin = "backend='auto', durable=True, map_location='cpu', verify=True, asynchronous=False, cooperative=False"
-    yield FastensorCheckpointIO(), f"<FastensorCheckpointIO({plugin}, share_unchanged=True, exclude=None)>"
+    yield FastensorCheckpointIO(), f"<FastensorCheckpointIO({plugin}, share_unchanged=True)>"
     yield (
         FastensorDataModule("x.lmdb", val="y.lmdb"),
         "<FastensorDataModule(train='x.lmdb', val='y.lmdb', batch_size=1)>",

@@ -164,8 +164,8 @@ class NewFile:
     def _link(self, name: str) -> bool:
         """Give the file a name. Returns False if another file has the name."""
         self._names.append(name)
-        try:
-            posix.link_file(self.fd, name)
+        try:  # with src_dir_fd Python calls linkat, which can follow the link that /proc shows
+            os.link(f"/proc/self/fd/{self.fd}", name, src_dir_fd=self.fd)
         except FileExistsError:
             self._names.pop()
             return False

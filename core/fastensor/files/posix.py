@@ -316,17 +316,6 @@ def has_proc() -> bool:
     return True
 
 
-def link_file(fd: int, name: str) -> None:
-    """Give an open file another name.
-
-    Raises:
-        FileExistsError: a file has that name.
-        OSError: the file has lost its last name, or the filesystem refuses another one.
-    """
-    # with src_dir_fd Python calls linkat, which can follow the link that /proc shows
-    os.link(f"/proc/self/fd/{fd}", name, src_dir_fd=fd)
-
-
 def exchange(one: str, two: str) -> bool:
     """Exchange what two names of a filesystem lead to, in one instant (``renameat2``, RENAME_EXCHANGE).
 

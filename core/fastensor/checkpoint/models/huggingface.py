@@ -14,7 +14,6 @@ from torch import nn
 from fastensor.backends import registry
 from fastensor.checkpoint.directories import nbytes_at
 from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
-from fastensor.checkpoint.models import links
 from fastensor.checkpoint.models.contested import check_agree, contested
 from fastensor.checkpoint.models.into import (
     LEAVE_OUT,
@@ -27,7 +26,6 @@ from fastensor.checkpoint.models.into import (
     naming,
     targets_in,
 )
-from fastensor.checkpoint.models.links import frozen_in
 from fastensor.checkpoint.models.names import resolve
 from fastensor.checkpoint.models.sharded import SHARD_NBYTES, check_holds, files_behind, write_sharded
 from fastensor.checkpoint.models.ties import copies_of
@@ -54,8 +52,6 @@ def save_sharded(
     checksums: bool = True,
     backend: BackendChoice = registry.AUTO,
     durable: bool = True,
-    link_unchanged: bool | str | os.PathLike[str] = False,
-    frozen: Iterable[str] | None = None,
     progress: Progress | None = None,
 ) -> SaveReport:
     """Save a model as ``save_pretrained`` does: in ``model-00001-of-0000N.safetensors`` and their index, or in
@@ -79,15 +75,6 @@ def save_sharded(
         checksums: as for :func:`fastensor.save`. Without them all files are byte for byte those of ``save_pretrained``
             when the folder is new.
         backend, durable: as for :func:`fastensor.save`.
-        link_unchanged: whether tensors that do not train go into files of their own, which are hard links to files of
-            an earlier model if they have not changed. True looks for files that this process has saved so or loaded; a
-            path is the folder of a model, whose files are verified before they are linked. The tensors in memory are
-            compared with the CRC32s in the earlier file, which must be as it was when it was saved or verified. What is
-            new, or cannot be linked, is written. Only for folders whose files nobody edits in place: an edit would show
-            in all models that share the file.
-        frozen: names, or glob patterns, of the tensors that do not train, for ``link_unchanged``. None means the
-            parameters that require no gradient: those of a model, or in a dict, such as that of
-            ``state_dict(keep_vars=True)``.
         progress: called after every few MiB with the bytes of all tensors that are on their way to the disk, and to be
             saved.
 
@@ -97,9 +84,6 @@ def save_sharded(
     Raises:
         CheckpointWriteError: another writer saves to the folder, or the operating system refused an operation. The old
             model is there, or the message says that the new one is.
-        ValueError: it is not known what does not train, or arguments contradict each other.
-        FileNotFoundError: ``link_unchanged`` names no model.
-        UnknownKeyError: a name or pattern in ``frozen`` chooses nothing.
         UnsupportedContentError: a safetensors file cannot hold the tensors: they overlap, none of them holding the
             others, or something is no dense tensor.
 
@@ -121,8 +105,6 @@ def save_sharded(
             f"{name_of(folder)}: a model in several files can only be written into a directory of this machine, found "
             f"a URL; save it to a directory, and copy that"
         )
-    base = _check_linking(link_unchanged, frozen, state, checksums=checksums)
-    fixed = frozen_in(state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state)
     about = {}
     if isinstance(state, nn.Module):
         about["total_parameters"] = sum(parameter.numel() for parameter in state.parameters())
@@ -134,9 +116,6 @@ def save_sharded(
             )
     left_out = copies_of(state, keep="first")
     tensors = {name: one for name, one in state.items() if name not in left_out}
-    if frozen is not None:
-        fixed = resolve(frozen, state.keys(), "state")
-    apart = fixed & tensors.keys() if link_unchanged is not False else set()
     sizes = {name: one.nbytes for name, one in tensors.items()}
     total = sum(sizes.values())
     before = 0
@@ -146,13 +125,8 @@ def save_sharded(
             nonlocal before
             begun, before = before, before + sum(sizes[name] for name in names)
             end = before
-            some = {name: tensors[name].contiguous() for name in names}
-            is_apart = bool(names) and apart.issuperset(names)
-            if is_apart and (linked := links.link_unchanged(some, path, metadata=metadata, base=base, durable=durable)):
-                tell(end, total)
-                return linked
-            report = save(
-                some,
+            return save(
+                {name: tensors[name].contiguous() for name in names},
                 path,
                 metadata=with_format(metadata or {}),
                 checksums=checksums,
@@ -160,38 +134,8 @@ def save_sharded(
                 durable=durable,
                 progress=None if progress is None else lambda done, _: tell(min(begun + done, end), total),
             )
-            if is_apart:
-                links.remember(path)
-            return report
 
-        return write_sharded(folder, sizes, largest, write, durable=durable, replaces=True, apart=apart, about=about)
-
-
-def _check_linking(
-    link_unchanged: object, frozen: object, state: Mapping[str, Any] | nn.Module, *, checksums: bool
-) -> str | os.PathLike[str] | None:
-    """The folder of the earlier model, if one is given.
-
-    Raises:
-        TypeError, ValueError, FileNotFoundError: as :func:`save_sharded`.
-    """
-    base = link_unchanged if isinstance(link_unchanged, str | os.PathLike) else None
-    if base is None and not isinstance(link_unchanged, bool):
-        raise TypeError(f"link_unchanged is True, False or the folder of a model, found {link_unchanged!r}")
-    links.files_of(base)
-    if base is None and not link_unchanged:
-        if frozen is not None:
-            raise ValueError("frozen is for link_unchanged, which is False: choose it, or leave frozen out")
-        return None
-    if not checksums:
-        raise ValueError("link_unchanged compares checksums, but checksums=False leaves them out; choose one")
-    is_known = isinstance(state, nn.Module) or any(isinstance(one, nn.Parameter) for one in state.values())
-    if frozen is None and not is_known:
-        raise ValueError(
-            "link_unchanged: the tensors of this dict do not say whether they train; give frozen=, names or patterns "
-            "of those that do not, or the model, or its state_dict(keep_vars=True)"
-        )
-    return base
+        return write_sharded(folder, sizes, largest, write, durable=durable, replaces=True, about=about)
 
 
 @checks_keywords

@@ -232,7 +232,6 @@ def write_sharded(
     *,
     durable: bool,
     replaces: bool = False,
-    apart: Collection[str] = (),
     about: Mapping[str, int] | None = None,
 ) -> SaveReport:
     """Write tensors as the shards of a model, and their index when all shards are there.
@@ -246,7 +245,6 @@ def write_sharded(
         write: writes the tensors with these names into the file at a path, atomically.
         durable: sync the index and the folder.
         replaces: whether a model in the folder is replaced; if not, there must be none. Other files in it are kept.
-        apart: names of tensors that share no file with others.
         about: numbers for the ``metadata`` of the index, beside ``total_size``.
 
     Returns:
@@ -264,7 +262,7 @@ def write_sharded(
         if not replaces:
             with write_errors(path, "cannot save"):
                 _check_is_free(Path(path))
-        shards = split(sizes, shard_nbytes, apart)
+        shards = split(sizes, shard_nbytes)
         names = _names(len(shards), _used_in(path))
         reports = [write(os.path.join(path, name), shard) for name, shard in zip(names, shards, strict=True)]
         if len(shards) > 1:
@@ -305,18 +303,13 @@ def _check_is_free(folder: Path) -> None:
         )
 
 
-def split(sizes: Mapping[str, int], shard_nbytes: int, apart: Collection[str] = ()) -> list[list[str]]:
+def split(sizes: Mapping[str, int], shard_nbytes: int) -> list[list[str]]:
     """The names of the tensors of each shard, as ``save_pretrained`` splits them: a larger tensor has a shard of its
-    own, which comes before the one that is being filled. What is ``apart`` comes last, in shards of its own.
+    own, which comes before the one that is being filled.
 
     >>> split({"a": 4, "b": 3, "c": 9, "d": 1}, 7)
     [['c'], ['a', 'b'], ['d']]
-    >>> split({"a": 4, "b": 3, "c": 9, "d": 1}, 7, {"a"})
-    [['c'], ['b', 'd'], ['a']]
     """
-    groups = [{name: nbytes for name, nbytes in sizes.items() if (name in apart) == last} for last in (False, True)]
-    if all(groups):
-        return [shard for group in groups for shard in split(group, shard_nbytes)]
     shards: list[list[str]] = []
     current: list[str] = []
     filled = 0
@@ -415,6 +408,5 @@ def _joined(path: str, reports: Sequence[SaveReport]) -> SaveReport:
         seconds=total("seconds"),
         stall_seconds=total("stall_seconds"),
         wait_seconds=total("wait_seconds"),
-        shared_nbytes=total("shared_nbytes"),
         fallbacks=tuple(dict.fromkeys(fallback for report in reports for fallback in report.fallbacks)),
     )
