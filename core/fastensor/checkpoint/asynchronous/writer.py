@@ -356,7 +356,7 @@ class AsyncWriter:
                 _announce("the file has to be written in place")
                 save.run_now(plan)
                 return
-            if self._skips(save, 1):  # before anything is compared
+            if self._settings.when_busy == "skip" and self._skips(save, 1):  # before anything is compared
                 return
             plan = transaction.share(plan)
             if self._skips(save, plan.nbytes):
