@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from model_copies import WAYS
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from fastensor.offload import OffloadError
 
@@ -20,27 +18,7 @@ def three() -> nn.Sequential:
     return nn.Sequential(nn.Sigmoid(), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Sigmoid())
 
 
-def pickled(model: nn.Module) -> nn.Module:
-    data = pickle.dumps(model)
-    assert b"fastensor" not in data, "it is loaded where Fastensor is not installed"
-    again: nn.Module = pickle.loads(data)
-    return again
-
-
-def saved_whole(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    assert b"fastensor" not in file.getvalue()
-    again: nn.Module = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    return again
-
-
-def averaged(model: nn.Module) -> nn.Module:
-    inside: nn.Module = AveragedModel(model).module
-    return inside
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved_whole, averaged])
+@pytest.mark.parametrize("copied", WAYS)
 @pytest.mark.parametrize("options", [{}, {"exclude": ("1*",)}, {"include": ("1", "2")}])
 def test_copies_of_a_model_are_not_attached(
     make: Any, copied: Callable[[nn.Module], nn.Module], options: dict[str, Any]

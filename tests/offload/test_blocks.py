@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import io
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from model_copies import WAYS
 from programs import run
 from recomputing import MEASURED, plans_that_recompute
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from fastensor.offload import OffloadConfig, OffloadError
-from fastensor.offload.blocks import Block, find_blocks
+from fastensor.offload.blocks import BlockForward, find_blocks
 
 WIDTH = 8
 
@@ -145,26 +142,6 @@ def test_a_model_without_blocks_is_named(make: Any, caplog: pytest.LogCaptureFix
 # --- what is attached
 
 
-def pickled(model: nn.Module) -> nn.Module:
-    data = pickle.dumps(model)
-    assert b"fastensor" not in data
-    again: nn.Module = pickle.loads(data)
-    return again
-
-
-def saved_whole(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    assert b"fastensor" not in file.getvalue()
-    again: nn.Module = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    return again
-
-
-def averaged(model: nn.Module) -> nn.Module:
-    inside: nn.Module = AveragedModel(model).module
-    return inside
-
-
 def trained(offload: Any, model: nn.Module, passes: int = MEASURED + 1) -> int:
     """Blocks that were computed again."""
     before = offload.statistics().recomputed
@@ -181,7 +158,7 @@ def offload(make: Any) -> Any:
         yield make(schedule=1 << 30, recompute="auto")
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved_whole, averaged])
+@pytest.mark.parametrize("copied", WAYS)
 def test_copies_are_not_attached(make: Any, offload: Any, copied: Callable[[nn.Module], nn.Module]) -> None:
     model = sequence()
     offload.attach(model)
@@ -247,7 +224,7 @@ def test_detaching_leaves_what_was_there(make: Any, offload: Any) -> None:
     model[2].forward = theirs = lambda x: found(x) * 3
     offload.close()
     assert forwards(model) == [*before[:-2], theirs, None]
-    assert isinstance(found, Block)
+    assert isinstance(found, BlockForward)
     assert torch.equal(model[2](torch.ones(2, WIDTH)), 3 * Layer.forward(model[2], torch.ones(2, WIDTH)))  # type: ignore[arg-type]
 
 

@@ -94,7 +94,7 @@ time."""
 class RunsBlocks(Protocol):
     """Runs blocks of a model in a step."""
 
-    def run_block(self, block: Block, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    def run_block(self, block: BlockForward, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """What the block's forward pass returns."""
 
 
@@ -103,14 +103,14 @@ class _State:
     """What a forward pass of a block depends on, beside its arguments, when it begins."""
 
     modes: tuple[bool, ...]
-    """Of each module, whether it is in training."""
+    """Training or evaluation mode of each module: True in training."""
     versions: tuple[tuple[int, int], ...]
     """The identity and version of each parameter."""
     buffers: Mapping[Place, torch.Tensor]
     """Copies of small ones, and of those that the forward pass has changed before, and the others themselves."""
 
 
-class Block:
+class BlockForward:
     """The ``forward`` of a block of an attached model. A copy of the model has the original one, also where Fastensor
     is not installed. In compiled code it is the original, too: compiled code saves its tensors when it ends.
 
@@ -146,7 +146,7 @@ class Block:
         """Have the module's own ``forward`` again. If something else has replaced it since, that stays, and calls the
         original through this one."""
         self._is_removed = True
-        while isinstance(top := vars(self._module).get("forward"), Block) and top._is_removed:
+        while isinstance(top := vars(self._module).get("forward"), BlockForward) and top._is_removed:
             top._undo()
 
     @property

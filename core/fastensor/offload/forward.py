@@ -71,7 +71,7 @@ class PrefetchSchedule:
         self._left = OrderedDict(enumerate(expected))
         """The positions that are still to come, by their places in the order."""
         self._passed = OrderedDict[int, int]()
-        """Those in front of which others were taken."""
+        """Positions that were passed over: later ones were taken before them. They are expected last."""
         self._places: dict[int, list[int]] = {}
         """By position, its places, the nearest one last."""
         for place in reversed(self._left):

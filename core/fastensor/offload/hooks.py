@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastensor.backends.streams import event_now, used_on_current, wait_for
-from fastensor.offload.blocks import Block, inputs_of
+from fastensor.offload.blocks import BlockForward, inputs_of
 from fastensor.offload.codecs import LOSSY, sampled_ratio
 from fastensor.offload.copying import page_offset_of
 from fastensor.offload.engine import NOTHING, OffloadEngine
@@ -160,7 +160,7 @@ class StepHooks:
         """Ranges that were known when the latest record began, and that it has saved since."""
         self._is_in_block = False
         """True in a block of the model, blocks that this one calls included."""
-        self._inputs: list[tuple[Block, BlockRecord, Callable[[], torch.Tensor | None], int]] = []
+        self._inputs: list[tuple[BlockForward, BlockRecord, Callable[[], torch.Tensor | None], int]] = []
         """For each input of a block of the pass: the block, what has the version counter, and the version."""
         self._given = weakref.WeakValueDictionary[int, torch.Tensor]()
         """Inputs of the blocks of the pass, by ``id``."""
@@ -225,7 +225,7 @@ class StepHooks:
         self._note_changed_inputs()
         self._given.clear()
 
-    def run_block(self, block: Block, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    def run_block(self, block: BlockForward, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         """What a block of the model returns. By plan it saves its inputs only, and is computed again."""
         if self._is_in_block or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return block.forward(*args, **options)
@@ -241,7 +241,9 @@ class StepHooks:
             self._is_in_block = False
 
     @contextmanager
-    def _in_block(self, block: Block, args: tuple[Any, ...], options: Mapping[str, Any]) -> Iterator[bool | None]:
+    def _in_block(
+        self, block: BlockForward, args: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> Iterator[bool | None]:
         """A block of the model, which saves its inputs only, or what it saves itself; None if the pass is not
         examined."""
         if self._is_over:
@@ -265,7 +267,7 @@ class StepHooks:
             forward.end_block(time.perf_counter() - self._seconds_in_hooks)
 
     def _begin_block(
-        self, block: Block, inputs: Sequence[torch.Tensor], swapper: Swapper, *, is_pure: bool
+        self, block: BlockForward, inputs: Sequence[torch.Tensor], swapper: Swapper, *, is_pure: bool
     ) -> ForwardPass:
         """The forward pass in which a block begins."""
         saved = []

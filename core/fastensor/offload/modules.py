@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fastensor.errors import OffloadError
-from fastensor.offload.blocks import Block, RunsBlocks, find_blocks
+from fastensor.offload.blocks import BlockForward, RunsBlocks, find_blocks
 from fastensor.offload.config import Recompute
 
 _logger = logging.getLogger("fastensor")
@@ -181,8 +181,8 @@ class AttachedModel:
             self._handles.append(module.register_forward_hook(_Hook(self._leave), always_call=True))
         if blocks:  # torch's checkpoint imports this when it is called first, when memory may be short
             import_module("torch._dynamo")
-        self.blocks = [Block(name, module, self._current_step) for name, module in blocks.items()]
-        """Those that may be computed again."""
+        self.blocks = [BlockForward(name, module, self._current_step) for name, module in blocks.items()]
+        """The blocks that may be computed again."""
 
     @contextmanager
     def running(self, step: RunsBlocks) -> Iterator[None]:

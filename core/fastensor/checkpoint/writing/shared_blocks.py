@@ -72,7 +72,7 @@ class Copy(NamedTuple):
     """True if the storage was changed without a new version. It is written until its versions are others."""
 
 
-class _Part(NamedTuple):
+class _Stored(NamedTuple):
     """A storage, or a part of it, and where it is in the new file."""
 
     payload: Payload
@@ -98,7 +98,7 @@ class _Part(NamedTuple):
 class _Candidate(NamedTuple):
     """What may be shared."""
 
-    part: _Part
+    part: _Stored
     copy: Copy
     base: int
     """Descriptor of the file that has the copy."""
@@ -124,7 +124,12 @@ class SharedBlocks:
     """The blocks that one new file shares. :func:`share_blocks` makes the object, one thread at a time uses it."""
 
     def __init__(
-        self, new: Replacement, parts: Sequence[_Part], count: int, left: Remainder | None, ages: dict[int, int]
+        self,
+        new: Replacement,
+        parts: Sequence[_Stored],
+        count: int,
+        left: Remainder | None,
+        ages: dict[int, int],
     ) -> None:
         self.nbytes = 0 if left is None else left.shared_nbytes
         """Bytes that the file shares."""
@@ -229,12 +234,12 @@ def _may_share(plan: Plan, fd: int) -> bool:
 
 
 def _identity(fd: int) -> _Identity:
-    """Whoever writes to a file changes this. A new name or other rights do not."""
+    """Device, inode, size and time of the last write of a file. A new name or other rights do not change them."""
     found = os.fstat(fd)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _parts_of(plan: Plan) -> list[_Part]:
+def _parts_of(plan: Plan) -> list[_Stored]:
     """The storages of a file that are worth sharing."""
     versions = _versions(plan)
     found = []
@@ -245,7 +250,7 @@ def _parts_of(plan: Plan) -> list[_Part]:
                 continue
             counters = versions.get(storage, [_UNCOUNTED])
             if _UNCOUNTED not in counters:
-                found.append(_Part(segment, ref(storage), tuple(counters)))
+                found.append(_Stored(segment, ref(storage), tuple(counters)))
     return found
 
 
@@ -264,10 +269,10 @@ def _can_be_read(storage: torch.UntypedStorage) -> bool:
     return storage.device.type == "cpu" or streams.are_on(storage.device)
 
 
-def _candidates(parts: Sequence[_Part], fd: int, opened: ExitStack) -> list[_Candidate]:
+def _candidates(parts: Sequence[_Stored], fd: int, opened: ExitStack) -> list[_Candidate]:
     """The parts whose versions are those of a copy, in a file of the same filesystem that has not changed since."""
     block_nbytes, device = os.fstatvfs(fd).f_bsize, os.fstat(fd).st_dev
-    matching: list[tuple[_Part, Copy, Extent]] = []
+    matching: list[tuple[_Stored, Copy, Extent]] = []
     nbytes: Counter[WrittenFile] = Counter()
     for part in parts:
         copy = part.copies.get(part.extent)
@@ -305,7 +310,7 @@ def _open(file: WrittenFile, opened: ExitStack) -> int:
 
 
 def _sample(candidates: Sequence[_Candidate]) -> list[_Candidate]:
-    """Those that were not compared for the longest time, as many as hold one in so many of all bytes."""
+    """The candidates that were not compared for the longest time, until they have 1/16 of all bytes."""
     left = sum(one.part.payload.nbytes for one in candidates) // _SAMPLED
     found: list[_Candidate] = []
     for one in sorted(candidates, key=lambda one: -one.copy.age):
@@ -317,7 +322,7 @@ def _sample(candidates: Sequence[_Candidate]) -> list[_Candidate]:
 
 
 def _changed(candidates: Sequence[_Candidate]) -> list[_Candidate]:
-    """Those whose bytes in memory are not those of the copy."""
+    """The candidates whose bytes in memory are not those of the copy."""
     if not candidates:
         return []
     from fastensor.backends.storage_crc32 import StoragePart, crc32s_of  # which few saves need
@@ -332,7 +337,7 @@ def _changed(candidates: Sequence[_Candidate]) -> list[_Candidate]:
 
 
 def _share(candidates: Sequence[_Candidate], fd: int) -> list[_Candidate]:
-    """Share blocks. Returns those of which the new file has the blocks now."""
+    """Share blocks. Returns the candidates whose blocks the new file has now."""
     shared = []
     for one in candidates:
         try:
