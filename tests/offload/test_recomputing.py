@@ -1082,6 +1082,9 @@ def test_an_estimate_for_a_configuration_without_recomputing(make: Any) -> None:
         alone = offload.estimate(dataclasses.replace(offload.config, recompute=False))
     assert again.plan.recomputed_bytes > 0
     assert alone.plan.recomputed_bytes == 0
+    assert again.plan.ways.keys() - alone.plan.ways.keys() == {"recompute", "recompute, move inputs"}
+    assert alone.plan.twice is not None
+    assert alone.plan.twice.recompute_seconds == 0
 
 
 def test_a_dry_run_shows_what_would_be_recomputed(make: Any) -> None:

@@ -230,6 +230,12 @@ def test_ways_are_what_they_are_called(profile: StepProfile, how: TransferRates)
     assert found["recompute, move inputs"].moved_bytes == inputs + outside
 
 
+def test_a_block_that_cannot_be_computed_again_saves_no_inputs() -> None:
+    blocks = (ProfiledBlock(frozenset({0}), 1, 0.0, 0.5), ProfiledBlock(frozenset(), 50, 0.5, 0.5))
+    profile = StepProfile((ProfiledTensor(10, 0.5, 1.0), ProfiledTensor(20, 1.0, 0.5)), 1.0, 1.5, blocks)
+    assert ways(profile, FREE)["recompute"].peak_bytes == 1 + 20 + 10
+
+
 @given(profiles())
 def test_a_batch_twice_as_large_takes_twice_the_time_and_memory(profile: StepProfile) -> None:
     double = scaled(profile, 2)

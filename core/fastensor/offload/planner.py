@@ -80,8 +80,8 @@ class BlockRecord:
     inputs: list[tuple[int, int]] = field(default_factory=list)
     """The mark and bytes of each input that would be saved in place of what the block saves."""
     is_pure: bool = True
-    """False if the block, or what comes after it, changes an input in place; or if it gets an object that it may
-    change, or communicates with other processes."""
+    """False if the block gets an object that it may change, or for a reason of
+    :attr:`fastensor.offload.blocks.BlockForward.is_pure`."""
 
     @property
     def inputs_nbytes(self) -> int:
@@ -107,11 +107,11 @@ class PassRecord:
     opening: int = 0
     """A hash of what was saved before the first block, and of its inputs; 0 if no block has begun."""
     recomputed: frozenset[int] = frozenset()
-    """Blocks that save their inputs only. The pass is of the form that was planned so, though it saves less."""
+    """Blocks that save their inputs only."""
     is_measured: bool = False
     """True if the times of its blocks will be planned with."""
     source: int | None = None
-    """That form; None if nothing is computed again, or another form's plan is tried."""
+    """The form whose plan computes them again; None if nothing is computed again."""
 
     def nothing(self, clock: float) -> SavedTensor:
         """Stands for a tensor whose bytes are not its own: they were saved before, or others keep them in memory."""
@@ -170,10 +170,8 @@ class PlannedForm:
     """The latest plan for forward passes of one form."""
 
     record: PassRecord
-    measured: StepProfile
-    """The profile of the record."""
     profile: StepProfile
-    """The profile without transfers, which was planned."""
+    """The times of the record without transfers; without blocks, if none may be computed again."""
     plan: OffloadPlan
     limits: Mapping[torch.device, int]
     """The most bytes that may stay, by device."""
@@ -358,7 +356,7 @@ class Planner:
             source = self._forms.get(record.source)
             if source is None or len(source.record.blocks) != len(record.blocks):
                 return
-            record, profile = source.record, source.measured
+            record, profile = source.record, source.record.profile() or profile
         self.memory.end_pass((one.device, one.nbytes) for one in record.tensors)
         known = self._forms.pop(record.form, None)
         passes = 1 if known is None else known.passes + 1
@@ -399,9 +397,11 @@ class Planner:
             UNKNOWN_BANDWIDTH, UNKNOWN_BANDWIDTH, config.staging_nbytes, config.prefetch_nbytes
         )
         alone = undisturbed(profile, record.moved_nbytes, rates)
+        if not self._config.recompute:
+            alone = dataclasses.replace(alone, blocks=())
         blocks = self._blocks_to_try(record, passes)
         found = _plan(record, alone, limits, rates, blocks)
-        return PlannedForm(record, profile, alone, found, limits, rates, passes, blocks != ())
+        return PlannedForm(record, alone, found, limits, rates, passes, blocks != ())
 
     def _limits_of(self, record: PassRecord) -> dict[torch.device, int]:
         return {

@@ -29,7 +29,7 @@ _MOST_TRIED, _LEAST_TRIED = 64, 8
 _MOST_LOOKED_AT = 12_000
 """The most tensors that are looked at for more sets, all sets together."""
 _FIRST_TRIED = 8
-"""Of an order of blocks, so many of its beginnings are tried first."""
+"""Numbers of blocks that are tried first, evenly from none to all of an order."""
 
 
 def plan_with_blocks(
@@ -65,7 +65,7 @@ class _Tried:
         self._profile, self._limit, self._rates = profile, limit, rates
         self._known: dict[frozenset[int], OffloadPlan] = {}
         self._most = min(max(_MOST_LOOKED_AT // max(len(profile.tensors), 1), _LEAST_TRIED), _MOST_TRIED)
-        self._transient = [block_nbytes(profile, block) for block in range(len(profile.blocks))]
+        self._nbytes = [block_nbytes(profile, block) for block in range(len(profile.blocks))]
 
     def plan(self, blocks: frozenset[int]) -> OffloadPlan:
         """The first plan with these blocks; one that takes for ever if they do not fit, or enough were tried."""
@@ -76,8 +76,7 @@ class _Tried:
     def _new_plan(self, blocks: frozenset[int]) -> OffloadPlan:
         if blocks and len(self._known) > self._most:
             return _NEVER
-        room = self._limit - max((self._transient[block] for block in blocks), default=0)
-        if room < 0:
+        if (room := self._room(blocks)) < 0:
             return _NEVER
         rest, numbers = without_blocks(self._profile, blocks)
         return self._of_profile(first_plan(rest, room, self._rates), numbers, blocks)
@@ -85,10 +84,14 @@ class _Tried:
     def improved(self, found: OffloadPlan) -> OffloadPlan:
         """The plan after exchanges of tensors."""
         rest, numbers = without_blocks(self._profile, found.recomputed)
-        room = self._limit - transient_nbytes(self._profile, found.recomputed)
+        room = self._room(found.recomputed)
         out = frozenset(index for index, number in enumerate(numbers) if number in found.out)
         best = improved(rest, room, self._rates, OffloadPlan(out, predict(rest, out, self._rates)))
         return self._of_profile(best, numbers, found.recomputed)
+
+    def _room(self, blocks: Set[int]) -> int:
+        """Bytes that may stay while the largest of the blocks is computed again."""
+        return self._limit - max((self._nbytes[block] for block in blocks), default=0)
 
     def _of_profile(self, found: OffloadPlan, numbers: list[int], blocks: frozenset[int]) -> OffloadPlan:
         """A plan of what is left without blocks, as one of the whole profile."""
@@ -182,9 +185,10 @@ def predict_with_blocks(profile: StepProfile, out: Set[int], blocks: Set[int], r
 
 
 def ways(profile: StepProfile, rates: TransferRates) -> dict[str, Prediction]:
-    """Predictions of a step that does one thing with all it saves. Blocks are computed again if there are any."""
+    """Predictions of a step that does one thing with all it saves. The blocks that can be are computed again, if there
+    are any."""
     everything = frozenset(range(len(profile.tensors) + len(profile.blocks)))
-    blocks = frozenset(range(len(profile.blocks)))
+    blocks = frozenset(block for block, one in enumerate(profile.blocks) if one.tensors)
     chosen = {"keep": (frozenset[int](), frozenset[int]()), "move": (everything, frozenset[int]())}
     if blocks:
         chosen |= {"recompute": (frozenset[int](), blocks), "recompute, move inputs": (everything, blocks)}

@@ -508,7 +508,7 @@ def report_of(form: PlannedForm) -> PlanReport:
                 number in form.plan.recomputed,
                 number in form.plan.recomputed and len(profile.tensors) + number in form.plan.out,
             )
-            for number, (noted, measured) in enumerate(zip(form.record.blocks, profile.blocks, strict=True))
+            for number, (noted, measured) in enumerate(zip(form.record.blocks, profile.blocks, strict=False))
         ),
         ways(profile, form.rates),
         _twice(form),
