@@ -430,6 +430,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--directory", default=None, help="on the disk to measure; default: the system's temporary one")
     parser.add_argument("--output", default="benchmarks/results/offload", help="without .md and .json")
+    parser.add_argument(
+        "--shares", type=int, nargs="*", default=offload_limits.SHARES, help="rooms, as parts of a step"
+    )
     offload_largest.add_options(parser)
     offload_beside.add_options(parser)
     options = parser.parse_args()
@@ -447,7 +450,7 @@ def main() -> None:
         if "limits" in options.parts:
             for model in options.models:
                 task = Task(model, options.steps, folder, options.min_bytes, options.device)
-                parts[f"{model}, limits"] = partial(offload_limits.measure, task, options.rounds)
+                parts[f"{model}, limits"] = partial(offload_limits.measure, task, options.rounds, options.shares)
         if "largest" in options.parts:
             parts["largest"] = partial(offload_largest.measure, options, folder)
         if "beside" in options.parts:

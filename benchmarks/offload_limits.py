@@ -7,13 +7,14 @@ may keep half of the room, and transfers have the other half (``staging_bytes`` 
 - ``oracle``: as ``auto``, by the best plan that two seconds of simulated annealing find for the same measurements.
 
 Beside them is what does not know of rooms: ``all`` (everything moves), ``checkpointing``, ``checkpointing, inputs
-moved`` (by ``all``), and ``half``.
+moved`` (by ``all``), and ``half``. ``auto, room of checkpointing`` has the room that checkpointing has taken in the
+same round, where that is more than nothing. ``--shares`` without numbers leaves the other rooms out.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -24,8 +25,10 @@ AUTO, MOVING, ORACLE = "auto", "moving", "oracle"
 ALL, CHECKPOINTING, INPUTS_MOVED, HALF, NONE, DROPPED = (
     "all", "checkpointing", "checkpointing, inputs moved", "half", "none", "dropped",
 )  # fmt: skip
+EQUAL = "auto, room of checkpointing"
 SHARES = (2, 4, 10)
 """A room is the bytes that a step saves, by this."""
+LEAST_ROOM = 1 << 20
 ANYWHERE = (NONE, DROPPED, ALL, CHECKPOINTING, INPUTS_MOVED, HALF)
 MOST_OF_BEST, MOST_OF_ORACLE = 1.03, 1.05
 
@@ -40,29 +43,39 @@ def options_of(name: str, room: int) -> dict[str, Any]:
     return in_room if name == MOVING else in_room | {"recompute": "auto"}
 
 
-def measure(task: Any, rounds: int) -> dict[str, Any]:
+def measure(task: Any, rounds: int, shares: Sequence[int] = SHARES) -> dict[str, Any]:
     """All ways of a model."""
     from offload import Run, in_fresh_process, sparse_nbytes, train
 
     _, saved = in_fresh_process(sparse_nbytes, task)
     runs = [(name, 0) for name in ANYWHERE]
-    runs += [(name, saved // share) for share in SHARES for name in (AUTO, MOVING, ORACLE)]
+    runs += [(name, saved // share) for share in shares for name in (AUTO, MOVING, ORACLE)]
     of: dict[str, list[Run]] = {}
+
+    def run(name: str, room: int) -> None:
+        settle()
+        options = {} if name in (NONE, DROPPED, CHECKPOINTING) else options_of(name, room)
+        found = in_fresh_process(train, task, name, options)
+        of.setdefault(f"{name}/{0 if name == EQUAL else room}", []).append(found)
+        print(task.model, room >> 20, found, flush=True)
+
     for number in range(rounds):
         for name, room in random.Random(number).sample(runs, len(runs)):
-            settle()
-            options = {} if name in (NONE, DROPPED, CHECKPOINTING) else options_of(name, room)
-            found = in_fresh_process(train, task, name, options)
-            of.setdefault(f"{name}/{room}", []).append(found)
-            print(task.model, room >> 20, found, flush=True)
-    return {"saved": saved, "runs": {name: [asdict(run) for run in found] for name, found in of.items()}}
+            run(name, room)
+        taken = of[f"{CHECKPOINTING}/0"][-1].memory_nbytes - of[f"{DROPPED}/0"][-1].memory_nbytes
+        run(EQUAL, max(taken, LEAST_ROOM))
+    return {
+        "saved": saved,
+        "shares": list(shares),
+        "runs": {name: [asdict(run) for run in found] for name, found in of.items()},
+    }
 
 
 def report(found: Mapping[str, Any]) -> Iterator[str]:
     """The tables, and what was promised."""
     from offload import Run, mib
 
-    saved = found["saved"]
+    saved, shares = found["saved"], found["shares"]
     of = {name: [Run(**run) for run in runs] for name, runs in found["runs"].items()}
 
     def seconds(name: str, room: int = 0) -> float:
@@ -79,8 +92,8 @@ def report(found: Mapping[str, Any]) -> Iterator[str]:
         "| way | room, MiB | step, s | : none | predicted | memory, MiB |",
         "|---|---:|---:|---:|---:|---:|",
     )
-    rows = [(name, 0) for name in ANYWHERE if name != DROPPED]
-    rows += [(name, saved // share) for share in SHARES for name in (AUTO, MOVING, ORACLE)]
+    rows = [(name, 0) for name in (*ANYWHERE, EQUAL) if name != DROPPED]
+    rows += [(name, saved // share) for share in shares for name in (AUTO, MOVING, ORACLE)]
     for name, room in rows:
         predictions = [run.predicted_ratio for run in of[f"{name}/{room}"] if run.predicted_ratio is not None]
         predicted = f"{median(predictions):.2f}" if predictions else "–"
@@ -91,7 +104,12 @@ def report(found: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     gradients = {run.gradients for name, runs in of.items() if not name.startswith(DROPPED) for run in runs}
     yield f"- gradients of all ways are {'equal' if len(gradients) == 1 else '**differ**'}"
-    for share in SHARES:
+    ratio = seconds(EQUAL) / seconds(CHECKPOINTING)
+    yield (
+        f"- in the room of checkpointing: a step takes {_bold(ratio, ratio <= 1)} of one by checkpointing "
+        f"(promised: 1), and {mib(memory(EQUAL))} MiB of {mib(memory(CHECKPOINTING))}"
+    )
+    for share in shares:
         yield _judge(saved // share, share, seconds, memory)
 
 
