@@ -86,7 +86,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def free_for(count: int, reserved: int) -> int:
     """How much memory is free where ``count`` activations may stay, beside ``reserved`` bytes for transfers."""
-    return int((count + limits._OPERATION_TENSORS) * EACH / limits._SHARE_OF_FREE_MEMORY) + reserved + 16
+    return int((count + limits.OPERATION_TENSORS) * EACH / limits._SHARE_OF_FREE_MEMORY) + reserved + 16
 
 
 def test_a_run_that_fits_is_left_alone(make: Any, free: Any) -> None:
@@ -233,6 +233,8 @@ def test_nothing_more_stays_once_memory_gets_short(make: Any, free: Any, monkeyp
     monkeypatch.setattr(limits, "_LOOK_AGAIN_SECONDS", math.inf)
     offload, net = make(schedule="auto", staging_bytes=EACH, prefetch_bytes=EACH), Net()
     expected = train(net, None)
+    train(net, offload)  # which is not examined
+    offload._engine.planner.look_again()
     free(free_for(SAVED, 3 * EACH))
     net.layers[3].register_forward_hook(lambda *_: free(0))
     assert same(train(net, offload), expected)
@@ -263,7 +265,7 @@ def test_what_stays_within_dram_bytes_is_not_kept_free_twice(make: Any, free: An
     assert in_dram >= EACH
     free(200 * EACH - in_dram)
     memory.look_again()
-    assert memory.limit(cpu) == before - limits._OPERATION_TENSORS * EACH
+    assert memory.limit(cpu) == before - limits.OPERATION_TENSORS * EACH
     loss.backward()
 
 
@@ -402,7 +404,7 @@ def test_less_memory_than_before(make: Any, free: Any) -> None:
         free(free_for(room, EACH))
         train(net, offload)
         kept.append(offload.plan().kept_bytes // EACH if offload.plan() else None)
-    assert kept == [None, SAVED, 3, 3, 3, SAVED, SAVED, SAVED]
+    assert kept == [None, None, 3, 3, 3, SAVED, SAVED, SAVED], "the first pass is not examined"
 
 
 class Shallow(Net):
@@ -556,6 +558,75 @@ def test_passes_that_fit_as_before_are_not_examined(make: Any) -> None:
         train(net, offload)
         examined.append(offload.statistics().kept["fits"] > before)
     assert examined.count(True) == 3
+
+
+def test_the_first_pass_is_not_examined_while_memory_is_ample(make: Any, free: Any) -> None:
+    """The second one is, so that there is a plan to show. Then one in 16."""
+    free(1 << 40)
+    net, offload = Net(), make(schedule="auto")
+    examined, saved = [], 0
+    for _ in range(2 * planner._EXAMINED_EVERY):
+        before = offload.statistics().kept
+        assert same(train(net, offload), train(net, None))
+        found = offload.statistics().kept
+        examined.append(found.get("fits", 0) > before.get("fits", 0))
+        saved = max(saved, found.get("unexamined", 0) - before.get("unexamined", 0))
+    assert [number for number, was in enumerate(examined) if was] == [1, 1 + planner._EXAMINED_EVERY]
+    assert offload.plan() is not None
+    assert SAVED * EACH <= offload.statistics().peak_saved_bytes <= saved, "not all that may be saved"
+
+
+def test_the_first_pass_is_examined_where_it_takes_half_of_the_memory(make: Any, free: Any) -> None:
+    """What does not fit leaves. The next pass is planned as a whole."""
+    fits = 4
+    free(free_for(fits, 2 * EACH))
+    net, offload = Net(), make(schedule="auto", staging_bytes=EACH, prefetch_bytes=EACH)
+    kept = offload._engine.planner.kept_bytes
+    with offload.step():
+        loss = net(batch()).square().sum()
+    assert offload.statistics().offloaded >= SAVED - fits
+    assert kept() <= fits * EACH
+    loss.backward()
+    del loss
+    assert kept() == 0
+    for _ in range(2):
+        assert same(train(net, offload), train(net, None))
+    assert offload.plan() is not None
+    assert offload.plan().kept_bytes <= fits * EACH
+
+
+@pytest.mark.parametrize(("tensors", "blind"), [(17, 2), (15, 0)])
+def test_a_tensor_that_operations_may_need_several_of_is_examined_in_the_first_pass(
+    make: Any, free: Any, tensors: int, blind: int
+) -> None:
+    """One takes an eighth of what fits at most."""
+    free(int(tensors * EACH / 2 / limits._SHARE_OF_FREE_MEMORY) + 3 * EACH)
+    offload = make(schedule="auto", staging_bytes=EACH, prefetch_bytes=EACH)
+    x = torch.randn(BATCH, WIDTH, requires_grad=True)
+    with offload.step():
+        loss = x.exp().exp().sum()
+    assert offload.statistics().kept.get("unexamined", 0) == blind * EACH
+    loss.backward()
+
+
+def test_the_first_pass_is_examined_from_the_first_tensor_on_another_device_on(free: Any) -> None:
+    free(1 << 40)
+    deciding = planner.Planner(OffloadConfig(), lambda: None, lambda: 0)
+    found = deciding.begin_unexamined(torch.device("cpu"))
+    assert found is not None
+    assert found.takes(1 << 20, torch.device("cpu"))
+    assert found.takes(8, torch.device("cuda:0"))
+    assert not found.takes(1 << 20, torch.device("cuda:0"))
+
+
+def test_the_first_pass_is_examined_where_stacks_of_threads_take_of_the_memory(
+    make: Any, free: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free(1 << 40)
+    monkeypatch.setattr(planner, "is_address_space_limited", lambda: True)
+    offload = make(schedule="auto")
+    train(Net(), offload)
+    assert "unexamined" not in offload.statistics().kept
 
 
 @pytest.mark.parametrize("weights", [0, 512], ids=["", "weights that outweigh activations"])

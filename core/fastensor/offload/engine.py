@@ -221,14 +221,18 @@ class OffloadEngine:
         if self.trace is not None:
             self.trace.complete("recompute", started, block=name)
 
-    def begin_unexamined(self) -> UnexaminedPass | None:
+    def begin_unexamined(self, device: torch.device) -> UnexaminedPass | None:
         """See :meth:`fastensor.offload.planner.Planner.begin_unexamined`."""
+        with self.guarded(self._swapper):
+            return self.planner.begin_unexamined(device)
+
+    def end_unexamined(self, ended: UnexaminedPass) -> None:
+        """Count what a pass has saved that was not examined."""
         swapper = self._swapper
         with self.guarded(swapper):
-            unexamined = self.planner.begin_unexamined()
-            if unexamined is not None:
-                self.note_memory(swapper)
-            return unexamined
+            self.planner.end_unexamined(ended)
+            self.note_memory(swapper)
+        self.count(ended.seconds, {"packed": ended.count}, {"unexamined": ended.nbytes})
 
     def note_memory(self, swapper: Swapper | None) -> None:
         """Note how many bytes of saved tensors graphs hold, and how many of them are in memory, if more than ever."""

@@ -171,9 +171,9 @@ class StepHooks:
         started = time.perf_counter()
         nbytes = nbytes_of(tensor)
         if self._is_over and torch._C._current_graph_task_id() == -1:
-            self._begin_pass()
+            self._begin_pass(tensor.device)
         if (unexamined := self._unexamined) is not None:
-            if unexamined.nbytes + nbytes <= unexamined.kept.nbytes:
+            if unexamined.takes(nbytes, tensor.device):
                 whole = PackedTensor.kept(tensor, unexamined.kept)
                 self._engine.note_use(nbytes, tensor.device)
                 unexamined.count += 1
@@ -207,17 +207,21 @@ class StepHooks:
         ended, self._unexamined = self._unexamined, None
         if ended is not None:
             self._seconds_in_hooks += ended.seconds
-            self._engine.count(ended.seconds, {"packed": ended.count}, {"unexamined": ended.nbytes})
+            self._engine.end_unexamined(ended)
 
-    def _begin_pass(self) -> None:
-        """Begin another forward pass."""
+    def _begin_pass(self, device: torch.device) -> None:
+        """Begin another forward pass.
+
+        Args:
+            device: of its first tensor.
+        """
         self.end_unexamined()
         self._is_over = self._is_rest = False
         self._begin_record()
         if (trace := self._engine.trace) is not None:
             self._traced = trace.begin_pass()
         else:
-            self._unexamined = self._engine.begin_unexamined()
+            self._unexamined = self._engine.begin_unexamined(device)
 
     def _begin_record(self) -> None:
         """Record what is saved next as a pass of its own."""
@@ -247,7 +251,8 @@ class StepHooks:
         """A block of the model, which saves its inputs only, or what it saves itself; None if the pass is not
         examined."""
         if self._is_over:
-            self._begin_pass()
+            given, _ = inputs_of(args, options)
+            self._begin_pass(given[0].device if given else torch.device("cpu"))
         elif len(self._inputs) >= _MOST_INPUTS:
             self._begin_record()
         inputs, is_pure = inputs_of(args, options) if self._unexamined is None and not self._is_rest else ([], False)

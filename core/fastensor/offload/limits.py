@@ -17,7 +17,7 @@ _SHARE_OF_FREE_MEMORY = 0.8
 other processes take, and holes between tensors."""
 _LOOK_AGAIN_SECONDS = 1.0
 """Time after which the planner finds out anew how much memory is free."""
-_OPERATION_TENSORS = 4
+OPERATION_TENSORS = 4
 """An operation, in either pass, may take the memory of so many of the largest saved tensors besides: for its results or
 gradients, and for what it computes on the way."""
 _KEPT_PER_PASS = 0.875
@@ -33,15 +33,15 @@ class KeptBytes:
         released: is told when the handle goes.
     """
 
-    __slots__ = ("__weakref__", "_device", "_released", "nbytes")
+    __slots__ = ("__weakref__", "_released", "device", "nbytes")
 
     def __init__(self, nbytes: int, device: torch.device, released: deque[tuple[torch.device, int]]) -> None:
         self.nbytes = nbytes
-        self._device = device
+        self.device = device
         self._released = released
 
     def __del__(self) -> None:
-        self._released.append((self._device, self.nbytes))
+        self._released.append((self.device, self.nbytes))
 
 
 class MemoryLimits:
@@ -72,12 +72,20 @@ class MemoryLimits:
 
     def keep(self, device: torch.device, nbytes: int) -> KeptBytes | None:
         """The handle of bytes that stay on a device; None if there is no room for them."""
-        room = self.limit(device) - self._kept[device] - self.transient_nbytes
-        if nbytes > room:
+        if nbytes > self.room(device):
             return None
         self._kept[device] += nbytes
         self.peak_bytes = max(self.peak_bytes, self._kept.total())
         return KeptBytes(nbytes, device, self._released)
+
+    def room(self, device: torch.device) -> int:
+        """How many more bytes may stay on a device."""
+        return self.limit(device) - self._kept[device] - self.transient_nbytes
+
+    def give_back(self, kept: KeptBytes, nbytes: int) -> None:
+        """Have so many bytes of a handle stay no longer."""
+        kept.nbytes -= nbytes
+        self._kept[kept.device] -= nbytes
 
     def kept_bytes(self) -> int:
         """Bytes that stay, on all devices."""
@@ -94,7 +102,7 @@ class MemoryLimits:
         if device not in self._limits:
             left = _free_memory(device) - self._reserve(device)
             self._limits[device] = int(_SHARE_OF_FREE_MEMORY * left) + self._kept[device]
-        return max(self._limits[device] - _OPERATION_TENSORS * self._largest[device], 0)
+        return max(self._limits[device] - OPERATION_TENSORS * self._largest[device], 0)
 
     def _reserve(self, device: torch.device) -> int:
         """Bytes of free memory that transfers and gradients will take."""

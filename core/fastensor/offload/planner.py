@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import torch
 
 from fastensor.offload.config import OffloadConfig
-from fastensor.offload.limits import KeptBytes, MemoryLimits
+from fastensor.offload.host_memory import is_address_space_limited
+from fastensor.offload.limits import OPERATION_TENSORS, KeptBytes, MemoryLimits
 from fastensor.offload.recomputing import kept_nbytes, plan_with_blocks, transient_nbytes
 from fastensor.offload.scheduler import (
     OffloadPlan,
@@ -46,6 +47,11 @@ _REST = 1
 """First mark in the rest of a pass whose first tensors were not examined."""
 _MORE_THAN_BEFORE = 1.05
 """Ratio of the bytes that a pass may save, before the rest is examined, to those of examined passes."""
+_LEAST_ELSEWHERE = 4096
+"""The least bytes of a tensor on another device from which on a pass is examined: numbers that operations get are often
+on the host."""
+_AMPLE = 2
+"""Memory is ample for a pass if the limit is so many times what the pass saves."""
 _MOST_PASSES = 8
 """Forward passes whose backward pass may still come, before the oldest is not looked at any more."""
 
@@ -157,12 +163,22 @@ class UnexaminedPass:
     kept: KeptBytes
     """The graphs' handle of all that the pass may save so, until no graph needs any of it. After that many bytes the
     rest is examined, for the pass is not what was expected."""
+    largest_nbytes: int
+    """The most bytes of one tensor that is not examined."""
     count: int = 0
     """Tensors that it has saved so far."""
     nbytes: int = 0
     """Their bytes."""
     seconds: float = 0.0
     """The time in the hooks."""
+
+    def takes(self, nbytes: int, device: torch.device) -> bool:
+        """Whether there is room for a tensor."""
+        return (
+            nbytes <= self.largest_nbytes
+            and self.nbytes + nbytes <= self.kept.nbytes
+            and (nbytes < _LEAST_ELSEWHERE or device == self.kept.device)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,19 +278,30 @@ class Planner:
                 self._passes.append(record)
         return record
 
-    def begin_unexamined(self) -> UnexaminedPass | None:
+    def begin_unexamined(self, device: torch.device) -> UnexaminedPass | None:
         """Budget of the next pass without a look at each tensor; None if it is to be examined.
 
         A pass is not examined if the latest one that was is planned for good, and nothing leaves in passes of its form
-        or of others that are planned for good, all on one device, and if there is room for the largest of them.
+        or of others that are planned for good, all on one device, and if there is room for the largest of them. Nor is
+        the first one, as long as memory is ample.
+
+        Args:
+            device: of the first tensor.
         """
         if not self._config.keeps_some:
             return None
         self.plan_ended()
         with self._lock:
-            kept = self._keep_all() if self._unexamined < _EXAMINED_EVERY - 1 else None
-            self._unexamined = 0 if kept is None else self._unexamined + 1
-        return None if kept is None else UnexaminedPass(kept)
+            found = self._first_pass(device) if not self._forms else self._known_pass()
+            if self._unexamined == _EXAMINED_EVERY - 1:
+                found = None
+            self._unexamined = 0 if found is None else self._unexamined + 1
+        return found
+
+    def end_unexamined(self, ended: UnexaminedPass) -> None:
+        """Give back what a pass that was not examined has not saved of its budget."""
+        with self._lock:
+            self.memory.give_back(ended.kept, ended.kept.nbytes - ended.nbytes)
 
     def choose_blocks(self, record: PassRecord) -> None:
         """Choose the blocks of a pass that save their inputs only. Its first block begins.
@@ -333,10 +360,24 @@ class Planner:
 
     # --- inside, with the lock held
 
-    def _keep_all(self) -> KeptBytes | None:
-        """The handle of all that a pass that is not examined may save: what those before have saved at most, parameters
-        and all, so that whatever it saves has room. None if the pass is to be examined."""
-        forms = [form for form in self._forms.values() if form.passes >= _PLANNED_AT[-1]]
+    def _first_pass(self, device: torch.device) -> UnexaminedPass | None:
+        """Budget of a pass of which nothing is known: so much that with room for operations (:class:`MemoryLimits`) all
+        is within the limit. If the latest pass was such a one, the next is examined; and so are all where the stacks of
+        threads will take memory, too."""
+        if not self._keeps_what_fits or self._unexamined or is_address_space_limited():
+            return None
+        nbytes = max(self.memory.room(device), 0) // _AMPLE
+        kept = self.memory.keep(device, nbytes) if nbytes else None
+        return None if kept is None else UnexaminedPass(kept, nbytes // OPERATION_TENSORS)
+
+    @property
+    def _keeps_what_fits(self) -> bool:
+        return self._config.schedule == "auto"
+
+    def _known_pass(self) -> UnexaminedPass | None:
+        """Budget of a pass that is like earlier ones: what those have saved at most, parameters and all, so that
+        whatever it saves has room."""
+        forms = [form for form in self._forms.values() if form.passes >= _PLANNED_AT[-1] or self._is_small(form)]
         if (
             not forms
             or forms[-1] is not next(reversed(self._forms.values()))
@@ -347,7 +388,14 @@ class Planner:
         if len(devices) != 1:
             return None
         (device,) = devices
-        return self.memory.keep(device, int(_MORE_THAN_BEFORE * max(form.record.saved_nbytes for form in forms)))
+        nbytes = int(_MORE_THAN_BEFORE * max(form.record.saved_nbytes for form in forms))
+        kept = self.memory.keep(device, nbytes)
+        return None if kept is None else UnexaminedPass(kept, nbytes)
+
+    def _is_small(self, form: PlannedForm) -> bool:
+        """True if memory is ample for passes of a form, so that one look at them is enough."""
+        needed = _AMPLE * form.record.saved_nbytes
+        return self._keeps_what_fits and all(needed <= self.memory.limit(device) for device in form.limits)
 
     def _note(self, record: PassRecord, profile: StepProfile) -> None:
         """Plan the form of a pass that has ended, if it is new, or its plan is not good any more. A pass in which

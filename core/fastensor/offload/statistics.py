@@ -38,7 +38,7 @@ _WHY_KEPT = {
     "externally referenced": "held by others as well",
     "not moved": "there because the disk is full, or fails",
     "fits": "there because they fit",
-    "unexamined": "of passes like earlier ones, of which all has stayed",
+    "unexamined": "of passes that fit, and were not looked at tensor by tensor",
     "subclass": "of subclasses of Tensor",
     "layout": "no plain dense tensors",
     "device": "inference tensors, or on other devices than CPUs and GPUs",
@@ -164,7 +164,7 @@ class OffloadStatistics:
     """Bytes that were needed before their write had begun, so that they were not written."""
     kept: Mapping[str, int]
     """Bytes that were left in memory, by the reason: ``fits`` (there is room for them, by the schedule), ``parameter``,
-    ``small``, ``unexamined`` (in passes like earlier ones, of which everything has stayed), ``externally referenced``,
+    ``small``, ``unexamined`` (in passes like earlier ones, or in a first one with ample memory), ``externally referenced``,
     ``not moved`` (the disk is full, or fails), and others."""
     failed_writes: int
     """Ranges that stay in memory because there was no space, or the disk has failed."""
@@ -187,7 +187,7 @@ class OffloadStatistics:
     peak_saved_bytes: int
     """The most bytes of saved tensors that graphs held at a time, wherever they were: what would have been in memory
     without offloading. Counts what could be offloaded: tensors of at least ``min_bytes``, no parameters. A pass that
-    was not examined counts with all that is set aside for it, parameters included."""
+    was not examined counts with all that it has saved, parameters included."""
     peak_memory_bytes: int
     """The most bytes of these that were in memory at a time, on the device that they were saved on."""
     peak_pending_bytes: int
