@@ -110,6 +110,8 @@ class Run:
     """Their CRC32."""
     predicted_ratio: float | None = None
     """A step by the plan, relative to one without offloading."""
+    counted_nbytes: int | None = None
+    """The most bytes of saved tensors that an offload has had in memory at a time, by its own count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +152,12 @@ def train(task: Task, contender: str, options: Mapping[str, Any]) -> Run:
     for parameter in net.parameters():
         if parameter.grad is not None:
             crc32 = zlib.crc32(parameter.grad.contiguous().cpu().numpy().data, crc32)
-    plan = offload.plan() if isinstance(offload, ActivationOffload) else None
+    is_ours = isinstance(offload, ActivationOffload)
+    plan = offload.plan() if is_ours else None
     return Run(
         contender, median(seconds[WARM_UP:]), blocked / task.steps, cpu_seconds, peak(), int(moved / task.steps),
         int(written / task.steps), crc32, None if plan is None else plan.slowdown,
+        offload.statistics().peak_memory_bytes if is_ours else None,
     )  # fmt: skip
 
 

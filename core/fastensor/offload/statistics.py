@@ -164,8 +164,8 @@ class OffloadStatistics:
     """Bytes that were needed before their write had begun, so that they were not written."""
     kept: Mapping[str, int]
     """Bytes that were left in memory, by the reason: ``fits`` (there is room for them, by the schedule), ``parameter``,
-    ``small``, ``unexamined`` (in passes like earlier ones, or in a first one with ample memory), ``externally referenced``,
-    ``not moved`` (the disk is full, or fails), and others."""
+    ``small``, ``unexamined`` (in passes like earlier ones, or in a first one with ample memory),
+    ``externally referenced``, ``not moved`` (the disk is full, or fails), and others."""
     failed_writes: int
     """Ranges that stay in memory because there was no space, or the disk has failed."""
     prefetch_hits: int
