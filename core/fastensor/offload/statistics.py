@@ -214,8 +214,10 @@ class OffloadStatistics:
 
     @property
     def everything_fits(self) -> bool:
-        """True if nothing was offloaded because nothing had to be: the schedule has room for all that was saved."""
-        return not (self.offloaded or self.recomputed) and self.kept.get("fits", 0) > 0
+        """True if nothing was offloaded because nothing had to be: the schedule has room for all that was saved. Of
+        passes that were not examined this is known only as long as no pass was."""
+        fits = self.kept.get("fits", 0) > 0 or self.kept.keys() == {"unexamined"}
+        return fits and not (self.offloaded or self.recomputed)
 
     def summary(self) -> str:
         """Gains and costs of the offload, in a line."""
