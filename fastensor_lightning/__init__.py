@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fastensor_lightning.checkpoint_monitor import CheckpointMonitor
     from fastensor_lightning.data_module import FastensorDataModule
     from fastensor_lightning.data_wait_monitor import DataWaitMonitor
+    from fastensor_lightning.left_out import add_left_out
     from fastensor_lightning.offload_callback import SSDActivationOffload
 else:
     # Names are imported on their first use (PEP 562): Lightning imports this package in every program for its entry
@@ -24,6 +25,7 @@ else:
         "FastensorDataModule": "fastensor_lightning.data_module",
         "OffloadConfig": "fastensor.offload.config",
         "SSDActivationOffload": "fastensor_lightning.offload_callback",
+        "add_left_out": "fastensor_lightning.left_out",
     }
 
     def __getattr__(name):
@@ -43,4 +45,5 @@ __all__ = [
     "FastensorDataModule",
     "OffloadConfig",
     "SSDActivationOffload",
+    "add_left_out",
 ]

@@ -32,6 +32,7 @@ from fastensor.files.posix import memory_filesystem_of
 from fastensor.files.shown import shown
 from fastensor.select.transfer import check_choice
 from fastensor_lightning.frameworks import load_classes
+from fastensor_lightning.left_out import Exclude, LeftOut
 from fastensor_lightning.sharded import PendingShards, ShardedCheckpoints
 
 CHECKPOINT_IO_CLASSES = load_classes("CheckpointIO", "lightning.fabric.plugins", "lightning_fabric.plugins")
@@ -105,6 +106,13 @@ class FastensorCheckpointIO(CheckpointIO):
             parameters and optimizer states that all ranks hold alike; everything else in it is rank 0's, as in any
             checkpoint of DDP. Outside of a run, while an exception is handled, and for a requeue by SLURM, rank 0 saves
             alone. Not with ``asynchronous``.
+        exclude: what a Trainer's checkpoints leave out of the model, if ``base`` has it: "frozen", for parameters that
+            have no ``requires_grad`` when a checkpoint is saved; or a list of names and glob patterns of the state
+            dict. A tensor whose bytes are not in ``base`` then is saved all the same. Not with ``cooperative``, nor
+            with strategies other than one device and DDP.
+        base: the file that has what is left out, under whatever names: any that :func:`fastensor.open` reads, or a
+            model's folder. Loads add from it what a checkpoint leaves out. The plugin does not replace or remove it.
+            :func:`add_left_out` does so for ``load_from_checkpoint``.
 
     When ``fit`` ends, Lightning's log says in a line what was saved and what that cost. A :class:`CheckpointMonitor`
     says more, and logs it.
@@ -141,6 +149,8 @@ class FastensorCheckpointIO(CheckpointIO):
         asynchronous: bool | AsyncOptions | None = False,
         cooperative: bool | CooperativeOptions | None = False,
         share_unchanged: ShareUnchanged = True,
+        exclude: Exclude = None,
+        base: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         check_choice(backend)
@@ -160,6 +170,12 @@ class FastensorCheckpointIO(CheckpointIO):
         if self.cooperative and self.asynchronous:
             raise ValueError(
                 "cooperative and asynchronous contradict: ranks that save together wait for each other; choose one"
+            )
+        self._left_out = LeftOut(exclude, base)
+        if self.cooperative and exclude is not None:
+            raise ValueError(
+                "cooperative and exclude contradict: ranks that save together would each have to compare the whole "
+                "base; choose one"
             )
         self.last_save: fastensor.SaveReport | None = None
         """Report of the latest save in this process, once it is finished."""
@@ -191,6 +207,8 @@ class FastensorCheckpointIO(CheckpointIO):
         options = {"backend": self.backend, "durable": self.durable, "map_location": self.map_location}
         options |= {"verify": self.verify, "asynchronous": self._options or self.asynchronous}
         options |= {"cooperative": self._cooperation or self.cooperative, "share_unchanged": self.share_unchanged}
+        if self._left_out.base is not None:
+            options |= {"exclude": self._left_out.exclude, "base": self._left_out.base}
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         last = f", last saved {self.last_save.path!r}" if self.last_save is not None else ""
         return f"({given}){last}"
@@ -222,6 +240,7 @@ class FastensorCheckpointIO(CheckpointIO):
 
         Raises:
             TypeError: ``storage_options`` is not a dict or holds other keys.
+            ValueError: the path is that of ``base``.
             fastensor.CheckpointWriteError: the save failed, as in :func:`fastensor.save`, or an earlier one did. While
                 an exception is handled, what failed earlier is logged instead: this may be the last chance to save.
             OSError: the directory is missing and cannot be created.
@@ -229,6 +248,9 @@ class FastensorCheckpointIO(CheckpointIO):
         self._warn_without_monitor(checkpoint)
         path = as_in_fsspec(path)
         chosen = self._save_options(storage_options)
+        self._left_out.check_not_base(path)
+        if _is_trainers(checkpoint):
+            checkpoint = self._left_out.without(checkpoint)
         make_parent(path, durable=chosen.durable)
         options: dict[str, Any] = {"backend": chosen.backend, "durable": chosen.durable}
         # ModelCheckpoint's "last.ckpt" may be a link to the best checkpoint, which must not be replaced through it.
@@ -256,6 +278,7 @@ class FastensorCheckpointIO(CheckpointIO):
 
         Raises:
             FileNotFoundError: there is no such file.
+            fastensor.StateMismatchError: the checkpoint leaves out what ``base`` does not have.
             fastensor.FastensorError: as :func:`fastensor.load`.
         """
         given, path = path, as_in_fsspec(path)
@@ -279,6 +302,7 @@ class FastensorCheckpointIO(CheckpointIO):
                 raise
             raise FileNotFoundError(f"Checkpoint file not found: {given}") from error  # in Lightning's words
         _logger.debug("loaded %s", self.last_load)
+        self._left_out.add(checkpoint, path)
         for monitor in self._monitors:
             monitor._on_load(self.last_load)
         return checkpoint
@@ -286,11 +310,13 @@ class FastensorCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint: a file, a directory with all it holds, or a symlink but not its target.
 
-        Nothing happens if there is none. An asynchronous plugin does it when what was saved last is durable, and not at
+        Nothing happens if there is none, or if it is the ``base``. An asynchronous plugin does it when what was saved last is durable, and not at
         all if that fails, is skipped or is replaced.
         """
         path = as_in_fsspec(path)
-        if self._writer is None:
+        if self._left_out.is_base(path):
+            _logger.warning("%s is not removed, because it is the base of other checkpoints", path)
+        elif self._writer is None:
             remove(path)
         elif isinstance(self._latest, PendingShards):
             place, latest = next(ordering.places_behind(path)), self._latest
@@ -358,6 +384,7 @@ class FastensorCheckpointIO(CheckpointIO):
         options = self._save_options(storage_options)
         if options.asynchronous:
             raise ValueError(f"{path} was not saved: ranks save it together, which is never asynchronous")
+        self._left_out.check_not_base(path)
         make_parent(path, durable=options.durable)
         report = cooperative.save(
             checkpoint, path, replicated=replicated, backend=options.backend, durable=options.durable,
@@ -467,7 +494,8 @@ class FastensorCheckpointIO(CheckpointIO):
 
     def _warn_without_monitor(self, checkpoint: object) -> None:
         """Warn once of what a Trainer does without a monitor, or Fabric, which has none."""
-        if not self._may_be_alone or not (_is_trainers(checkpoint) or self.cooperative):
+        leaves_out = self._left_out.exclude is not None
+        if not self._may_be_alone or not (_is_trainers(checkpoint) or self.cooperative or leaves_out):
             return
         lacks = {
             "checkpoints are saved synchronously": self.asynchronous,
@@ -475,6 +503,7 @@ class FastensorCheckpointIO(CheckpointIO):
                 self.cooperative and has_others()
             ),
             "ranks do not share which backend is the fastest": self._chooses and has_others(),
+            "nothing is left out of checkpoints": leaves_out,
         }
         if missing := [text for text, is_lacking in lacks.items() if is_lacking]:
             self._may_be_alone = False

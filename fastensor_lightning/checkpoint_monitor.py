@@ -17,7 +17,7 @@ from fastensor.files.shown import shown
 from fastensor.files.words import MIB
 from fastensor.select.share import Sharing
 from fastensor_lightning.checkpoint_io import CHECKPOINT_IO_CLASSES, FastensorCheckpointIO
-from fastensor_lightning.data_parallel import save_together, share_choice
+from fastensor_lightning.data_parallel import check_strategy, save_together, share_choice
 from fastensor_lightning.finished_files import WaitingLoggers, see_finished_files
 from fastensor_lightning.frameworks import load_classes, package_of, say
 from fastensor_lightning.saved_in_run import SavedInRun
@@ -62,8 +62,8 @@ class CheckpointMonitor(Callback):
         explain: whether to say in the Trainer's log which backend each file was saved or loaded by on rank 0, and why.
 
     Raises:
-        TypeError: in ``setup``, if the Trainer saves with another plugin; or with a cooperative one, and its ranks do
-            not hold the same state.
+        TypeError: in ``setup``, if the Trainer saves with another plugin; or with a cooperative one, or one with a
+            ``base``, and its ranks do not hold the same state.
     """
 
     _says_more = True
@@ -96,6 +96,7 @@ class CheckpointMonitor(Callback):
                 f"CheckpointMonitor watches FastensorCheckpointIO, but this Trainer saves with "
                 f"{type(trainer.strategy.checkpoint_io).__name__}; pass plugins=[FastensorCheckpointIO()] to it"
             )
+        check_strategy(plugin, trainer.strategy)
         self._plugin, self._trainer = plugin, trainer
         self._thread = threading.get_ident()
         plugin._begin_run(self)
@@ -115,6 +116,10 @@ class CheckpointMonitor(Callback):
         return (
             f"(progress_bar={self._progress_bar}, details={self._details}, log={self._logs}, explain={self._explain})"
         )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if self._plugin is not None:
+            self._plugin._left_out.begin(pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Wait for pending saves and log them, before loggers are closed.

@@ -80,6 +80,19 @@ def share_choice(plugin: FastensorCheckpointIO, trainer: Any) -> Sharing | None:
     return share.share_choice(plugin.backend, folder, trainer.strategy.root_device)
 
 
+def check_strategy(plugin: FastensorCheckpointIO, strategy: Any) -> None:
+    """
+    Raises:
+        TypeError: checkpoints leave out what is in another file, and the ranks may hold parts of the model.
+    """
+    is_single = "SingleDeviceStrategy" in {base.__name__ for base in type(strategy).__mro__}
+    if plugin._left_out.base is not None and not (is_single or is_data_parallel(strategy)):
+        raise TypeError(
+            f"FastensorCheckpointIO(exclude=..., base=...) is for one device and for DDP, whose ranks hold the whole "
+            f"model; found {type(strategy).__name__}: leave both out"
+        )
+
+
 def is_data_parallel(strategy: Any) -> bool:
     """True for Lightning's DDP, whose ranks hold the same tensors. Ranks of its subclasses may hold parts."""
     names = {base.__name__ for base in type(strategy).__mro__}

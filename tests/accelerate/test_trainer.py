@@ -607,6 +607,8 @@ def test_adapters_are_saved_and_loaded_by_fastensor(tmp_path: Path, seen: Seen, 
         assert seen.of(seen.saved, ours) == tensor_files(ours)
         adapter = "checkpoint-2/adapter_model.safetensors"
         assert fastensor.inspect(ours / adapter).checked
+        assert all("lora_" in name for name in stock_content(ours / adapter)), "the base is not saved"
+        assert not list(ours.rglob("model*.safetensors"))
         assert_equal(stock_content(ours / adapter), stock_content(stock / adapter))
         assert seen.of(seen.loaded, ours) == {"checkpoint-4/adapter_model.safetensors"}  # the best one
         shutil.rmtree(ours / "checkpoint-4")

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+import fastensor
 from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO, OffloadConfig, SSDActivationOffload
 
 GUIDE = Path(__file__).parents[2] / "docs" / "yaml.md"
@@ -62,6 +64,19 @@ def test_names_on_the_command_line(tmp_path: Path) -> None:
     trainer = run(tmp_path, "trainer: {max_steps: 1, accelerator: cpu, logger: false}", *chosen, *added)
     assert not trainer.strategy.checkpoint_io.durable
     assert not only(trainer, CheckpointMonitor)._details
+
+
+@pytest.mark.parametrize("exclude", ["frozen", ["base.*", "*.mean"]])
+def test_what_is_left_out(tmp_path: Path, exclude: str | list[str]) -> None:
+    fastensor.save({"weight": torch.ones(2)}, tmp_path / "base.ckpt")
+    options = f"{{exclude: {exclude}, base: {tmp_path / 'base.ckpt'}}}"
+    plugin = f"{{class_path: fastensor_lightning.FastensorCheckpointIO, init_args: {options}}}"
+    yaml = f"trainer: {{max_steps: 1, accelerator: cpu, logger: false, plugins: [{plugin}]}}"
+    if exclude == "frozen":
+        assert f"exclude={exclude!r}, base=" in repr(run(tmp_path, yaml).strategy.checkpoint_io)
+    else:
+        with pytest.raises(fastensor.UnknownKeyError, match=r"exclude: nothing in it .* 'base\.\*', '\*\.mean'"):
+            run(tmp_path, yaml)
 
 
 @pytest.mark.parametrize("wrong", ["min_byte: 1MiB", "log: sometimes"])
