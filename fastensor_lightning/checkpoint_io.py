@@ -310,8 +310,8 @@ class FastensorCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint: a file, a directory with all it holds, or a symlink but not its target.
 
-        Nothing happens if there is none, or if it is the ``base``. An asynchronous plugin does it when what was saved last is durable, and not at
-        all if that fails, is skipped or is replaced.
+        Nothing happens if there is none, or if it is the ``base``. An asynchronous plugin does it when what was saved
+        last is durable, and not at all if that fails, is skipped or is replaced.
         """
         path = as_in_fsspec(path)
         if self._left_out.is_base(path):

@@ -60,7 +60,7 @@ class LeftOut:
         self._module: weakref.ref[torch.nn.Module] | None = None
         """The module of the latest ``fit``."""
         self._known: dict[_Kind, set[_Record]] = {}
-        """The tensors of the base that this ``fit`` has asked for, while its files have the status that they had then."""
+        """The tensors of the base of the kinds that this ``fit`` has asked for, while its files have that status."""
         self._statuses: list[tuple[int, ...]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -184,16 +184,16 @@ def add_left_out(checkpoint: dict[str, Any], base: str | os.PathLike[str]) -> No
     names: dict[_Record, list[str]] = {}
     for name, record in left_out["tensors"].items():
         names.setdefault(record, []).append(name)
-    found = {}
+    found: dict[_Record, torch.Tensor] = {}
     for record, tensor in _tensors_in(files_behind(base), {record[:2] for record in names}):
         if record in names:
             found.setdefault(record, tensor)
     if missing := [record for record in names if record not in found]:
         dtype, shape = missing[0][:2]
         raise StateMismatchError(
-            f"{os.fspath(base)} has no tensor with the values of {names[missing[0]][0]!r} ({dtype} {list(shape)}), which "
-            f"the checkpoint leaves out; {len(missing)} of {len(names)} are missing. Give it what it was saved with, "
-            f"base={left_out['base']!r}, or a copy of that"
+            f"{os.fspath(base)} has no tensor with the values of {names[missing[0]][0]!r} ({dtype} {list(shape)}), "
+            f"which the checkpoint leaves out; {len(missing)} of {len(names)} are missing. Load it with the base that "
+            f"it was saved with, {left_out['base']!r}, or a copy"
         )
     for record, tensor in found.items():
         first, *others = names[record]

@@ -92,7 +92,7 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
 
 def make_base(pl: Any, folder: Path) -> Path:
     path = folder / "base.ckpt"
-    fastensor.save(state_of(make_module(pl)), path)
+    fastensor.save(make_module(pl).state_dict(), path)
     return path
 
 
@@ -168,7 +168,7 @@ def test_without_the_plugin(pl: Any, tmp_path: Path) -> None:
     add_left_out(found, base)
     add_left_out(found, base)  # nothing is left out any more
     assert KEY not in found
-    assert_equal(dict(found["state_dict"]), state_of(trained))
+    assert_equal(dict(sorted(found["state_dict"].items())), dict(sorted(state_of(trained).items())))
     tied = found["state_dict"]["tied.weight"]
     assert tied.data_ptr() != found["state_dict"]["base.weight"].data_ptr(), "each name has memory of its own"
     whole = tmp_path / "whole.ckpt"
@@ -206,7 +206,7 @@ def test_another_base_is_an_error_that_names_the_tensor(pl: Any, tmp_path: Path,
         (
             FastensorCheckpointIO(base=other),
             fastensor.StateMismatchError,
-            r"other\.ckpt has no tensor with the values of 'base\.bias' \(float32 \[64\]\), .*; 1 of 2 .* base\.ckpt'",
+            r"other\.ckpt has no tensor with the values of 'base\.bias' .float32 .64.., .*; 1 of 2 .* '.*base\.ckpt'",
         ),
         (FastensorCheckpointIO(base=tmp_path / "gone.ckpt"), FileNotFoundError, "gone.ckpt"),
     ):
@@ -627,5 +627,5 @@ def test_two_ranks(brand: str, tmp_path: Path, program: Callable[[Any, int, Path
 def test_a_strategy_that_is_not_known_is_refused() -> None:
     plugin = FastensorCheckpointIO(exclude="frozen", base="base.ckpt")
     strategy = SimpleNamespace(checkpoint_io=plugin)
-    with pytest.raises(TypeError, match="is for one device and for DDP, .* found SimpleNamespace: leave both out"):
+    with pytest.raises(TypeError, match=r"is for one device and for DDP, .* found SimpleNamespace: leave both out"):
         CheckpointMonitor().setup(SimpleNamespace(strategy=strategy), None, "fit")  # type: ignore[arg-type]
