@@ -25,7 +25,7 @@ from fastensor.checkpoint.models.sharded import files_behind
 from fastensor.checkpoint.models.ties import area_of
 from fastensor.checkpoint.ordering import places_behind
 from fastensor.errors import FastensorError, StateMismatchError, UnsupportedContentError
-from fastensor.files.arguments import did_you_mean
+from fastensor.files.arguments import checks_keywords, did_you_mean
 
 KEY = "fastensor_left_out"
 """The entry of a checkpoint that says what was left out of its ``state_dict``."""
@@ -164,6 +164,7 @@ class LeftOut:
         return set().union(*(self._known[kind] for kind in kinds))
 
 
+@checks_keywords
 def add_left_out(checkpoint: dict[str, Any], base: str | os.PathLike[str]) -> None:
     """Make a checkpoint whole that ``FastensorCheckpointIO(exclude=...)`` has saved.
 
