@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -12,8 +11,7 @@ if TYPE_CHECKING:
     from fastensor.stitch.source import Source
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """A part of a file: ``[begin, end)`` in bytes."""
 
     begin: int

@@ -9,15 +9,17 @@ import mmap
 import os
 import weakref
 from functools import lru_cache
+from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from isal import isal_zlib
 
 from fastensor.backends.base import Reader
 from fastensor.files import posix
 
+Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+"""An array of bytes. NumPy's own name for it takes a millisecond to import."""
 MADV_WIPEONFORK, MADV_KEEPONFORK = 18, 19
 """Linux 4.14. A fork during a direct transfer into shared pages would leave the bytes with the child (open(2))."""
 FILLED_AT_ONCE = {"cuda"}
@@ -138,7 +140,7 @@ def copy_memory(target: int, source: int, nbytes: int) -> None:
     ctypes.memmove(target + done, source + done, nbytes - done)
 
 
-def _rows(address: int, count: int) -> npt.NDArray[np.uint8]:
+def _rows(address: int, count: int) -> Bytes:
     """Rows of memory that overlap."""
     memory = _array_of((count - 1) * _ROW_STEP + _ROW_NBYTES).from_address(address)
     return np.ndarray((count, _ROW_NBYTES), np.uint8, memoryview(memory), strides=(_ROW_STEP, 1))
@@ -162,7 +164,7 @@ def storage_on(device: torch.device, nbytes: int) -> torch.UntypedStorage:
 
 def memory_of(storage: torch.UntypedStorage) -> memoryview:
     """The bytes of a storage in host memory, which the memoryview keeps alive."""
-    array: npt.NDArray[np.uint8] = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+    array: Bytes = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
     return array.data
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from isal import isal_zlib
@@ -38,8 +38,7 @@ ReadInto: TypeAlias = Callable[[memoryview, int], int]
 """``read(buffer, offset)`` fills the buffer. It returns the number of bytes read, fewer only at the end of the file."""
 
 
-@dataclass(frozen=True, slots=True)
-class AlignedRead:
+class AlignedRead(NamedTuple):
     """One aligned read of ``[begin, end)``, of which the bytes in ``wanted`` are used."""
 
     begin: int

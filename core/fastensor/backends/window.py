@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from fastensor.backends.base import Extent
+from fastensor.backends.memory import Bytes
 
 ALIGNMENT = 64
 """Parts that are aligned to this in the file are so in memory, too, as all memory of torch is."""
@@ -34,7 +34,7 @@ class ReadWindow:
         self._read = read
         self._ends = {run.begin: run.end for run in runs}
         self._kept = kept
-        self._array: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._array: Bytes = np.empty(0, np.uint8)
         self._data = self._array.data
         self._address = 0
         self._begin = 0
@@ -50,7 +50,7 @@ class ReadWindow:
         at = begin - self._begin
         return self._data[at : at + nbytes]
 
-    def array(self, begin: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    def array(self, begin: int, nbytes: int) -> Bytes:
         """A part of what the last :meth:`part` returned, as an array."""
         at = begin - self._begin
         return self._array[at : at + nbytes]

@@ -15,14 +15,14 @@ METADATA_NAME = ".metadata"
 BESIDE_SHARDS = "meta.pt"
 """Lightning's name of the file of everything but model and optimizers, in the directory of a sharded checkpoint."""
 _FILE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
-SHARD_NAMES = re.compile(rb"__\d+_(?:[0-9a-f]{16}_)?\d+\.distcp")
+SHARD_NAMES = rb"__\d+_(?:[0-9a-f]{16}_)?\d+\.distcp"
 """Names of files with shards, as they stand in a pickle of metadata, which need not be read whole to find them."""
-_OF_ONE_RANK = re.compile(r"__\d+\.metadata")
+_OF_ONE_RANK = r"__\d+\.metadata"
 
 
 def is_metadata_name(name: str) -> bool:
     """True if a file of a distributed checkpoint holds metadata: of all ranks, or of one."""
-    return name == METADATA_NAME or _OF_ONE_RANK.fullmatch(name) is not None
+    return name == METADATA_NAME or re.fullmatch(_OF_ONE_RANK, name) is not None
 
 
 def metadata_names(location: Location) -> list[str]:
@@ -65,12 +65,12 @@ def remove_replaced_shards(directory: str) -> None:
     """
     try:
         with open(os.path.join(directory, METADATA_NAME), "rb") as file:
-            named = {*SHARD_NAMES.findall(file.read())}
+            named = {*re.findall(SHARD_NAMES, file.read())}
     except FileNotFoundError:
         return
     for name in os.listdir(directory):
         encoded = os.fsencode(name)
-        if SHARD_NAMES.fullmatch(encoded) and encoded not in named:
+        if re.fullmatch(SHARD_NAMES, encoded) and encoded not in named:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(directory, name))
 

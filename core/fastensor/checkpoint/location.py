@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias
 from weakref import WeakSet
 
 from fastensor.errors import UnknownFilesystemError, caught_as
@@ -15,15 +14,14 @@ from fastensor.files.forks import first_in_children
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
+_URL = r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://"
 NO_LOCAL_FILE = "it is no file of this machine"
 """The reason, for reports, for which no backend moves a file."""
 Location: TypeAlias = str | os.PathLike[str] | BinaryIO
 """A path, a URL that ``fsspec`` knows, or an open binary file."""
 
 
-@dataclass(frozen=True, slots=True)
-class RemotePath:
+class RemotePath(NamedTuple):
     """A file of a filesystem that only ``fsspec`` reaches."""
 
     url: str
@@ -32,8 +30,7 @@ class RemotePath:
     """Inside the filesystem."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """The file that a save writes."""
 
     path: str
@@ -60,7 +57,8 @@ def locate(location: Location, storage_options: Mapping[str, Any] | None = None)
     if isinstance(location, str | os.PathLike):
         text: Any = os.fspath(location)
         if isinstance(text, str):
-            return _resolve_url(text, storage_options or {}) if _URL.match(text) else text
+            is_url = "://" in text and re.match(_URL, text)
+            return _resolve_url(text, storage_options or {}) if is_url else text
     elif hasattr(location, "read") or hasattr(location, "write"):
         return location
     error = TypeError(

@@ -32,7 +32,7 @@ LEFTOVER_SECONDS = 3600.0
 """A younger file may belong to another machine, whose locks are not seen on every filesystem."""
 _POLL_SECONDS = 0.01
 _DIGITS = 16
-_HIDDEN = re.compile(rf"\.[0-9a-f]{{{_DIGITS}}}\.\d+{re.escape(posix.TEMPORARY_SUFFIX)}")
+_HIDDEN = rf"\.[0-9a-f]{{{_DIGITS}}}\.\d+{re.escape(posix.TEMPORARY_SUFFIX)}"
 
 
 class NewFile:
@@ -313,5 +313,5 @@ def _remove_old_leftovers(directory: str) -> None:
     """Remove the files that killed processes have left for any target. Once for each directory and process."""
     with contextlib.suppress(OSError):  # the directory may not be listed
         for name in os.listdir(directory):
-            if _HIDDEN.fullmatch(name):
+            if re.fullmatch(_HIDDEN, name):
                 _remove_leftover(os.path.join(directory, name), LEFTOVER_SECONDS)

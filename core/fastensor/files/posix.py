@@ -15,8 +15,8 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 _MOST_LINKS = 40
 """The number after which Linux takes a chain of symlinks for a loop."""
@@ -65,8 +65,7 @@ class EndOfFile(OSError):
         return type(self), (self.strerror,)
 
 
-@dataclass(frozen=True, slots=True)
-class DirectLimits:
+class DirectLimits(NamedTuple):
     """The alignment that a file demands of O_DIRECT transfers."""
 
     memory_alignment: int

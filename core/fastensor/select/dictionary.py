@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, Self
 
@@ -81,7 +81,6 @@ def _quantile(samples: Sequence[float], share: float) -> float:
     return max(sorted(samples)[int((len(samples) - 1) * share)], _LEAST_SECONDS)
 
 
-@dataclass(slots=True)
 class Line:
     """Latency plus bytes over bandwidth, fitted to measurements of one backend in one context.
 
@@ -95,11 +94,7 @@ class Line:
     11.0
     """
 
-    _weight: float = 0.0
-    _bytes: float = 0.0
-    _bytes_squared: float = 0.0
-    _seconds: float = 0.0
-    _product: float = 0.0
+    _weight = _bytes = _bytes_squared = _seconds = _product = 0.0
 
     def add(self, nbytes: int, seconds: float) -> None:
         """Add a measurement; ``seconds`` is above zero."""
@@ -133,14 +128,14 @@ class Key(NamedTuple):
     bucket: int
 
 
-@dataclass(slots=True)
 class Entry:
     """The timings of one key."""
 
-    timings: dict[str, Timing] = field(default_factory=dict)
-    """Timings by backend."""
-    serial: int = 0
-    """Rank in the order of changes: the latest changed entry has the largest."""
+    def __init__(self, serial: int = 0) -> None:
+        self.timings: dict[str, Timing] = {}
+        """Timings by backend."""
+        self.serial = serial
+        """Rank in the order of changes: the latest changed entry has the largest."""
 
     @property
     def best(self) -> str | None:

@@ -10,7 +10,6 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple, get_args
 
@@ -55,8 +54,7 @@ class _Question(NamedTuple):
     paper: bool
 
 
-@dataclass(slots=True)
-class _Standing:
+class _Standing(NamedTuple):
     """A choice that is no try, and how long it stands."""
 
     question: _Question
@@ -67,29 +65,29 @@ class _Standing:
     """... and until all transfers, of other sizes too, have taken so long: then the budget may cover a try."""
 
 
-@dataclass(slots=True)
 class _History:
     """The uses of one key in this process."""
 
-    candidates: tuple[str, ...] = ()
-    """The candidates of the latest choice."""
-    failed: dict[str, str] = field(default_factory=dict)
-    """Backends that have failed, and the reasons."""
-    unable: set[str] = field(default_factory=set)
-    """Candidates that could not when the latest choice was made."""
-    uses: int = 0
-    """Number of choices that might have been tries."""
-    tried_at: dict[str, int] = field(default_factory=dict)
-    """By backend, ``uses`` at its latest try, whether the try was recorded or not."""
-    behind_seconds: float = 0.0
-    """Seconds by which transfers took longer than the prior's expected time, by backends that were believed to be
-    faster; negative if these were faster."""
-    disappointing: set[str] = field(default_factory=set)
-    """Backends that turned out slower than the prior. They are not used until a try shows that they are faster."""
-    risk_seconds: float = 0.0
-    """The expected cost of a try that is under way."""
-    standing: _Standing | None = None
-    """The latest choice, if it still stands."""
+    def __init__(self) -> None:
+        self.candidates: tuple[str, ...] = ()
+        """The candidates of the latest choice."""
+        self.failed: dict[str, str] = {}
+        """Backends that have failed, and the reasons."""
+        self.unable: set[str] = set()
+        """Candidates that could not when the latest choice was made."""
+        self.uses = 0
+        """Number of choices that might have been tries."""
+        self.tried_at: dict[str, int] = {}
+        """By backend, ``uses`` at its latest try, whether the try was recorded or not."""
+        self.behind_seconds = 0.0
+        """Seconds by which transfers took longer than the prior's expected time, by backends that were believed to be
+        faster; negative if these were faster."""
+        self.disappointing: set[str] = set()
+        """Backends that turned out slower than the prior. They are not used until a try shows that they are faster."""
+        self.risk_seconds = 0.0
+        """The expected cost of a try that is under way."""
+        self.standing: _Standing | None = None
+        """The latest choice, if it still stands."""
 
 
 class _Expected(NamedTuple):
@@ -228,7 +226,7 @@ class Selector:
             choice = found if found and can(found.backend) else self._choose_anew(key, history, question, can)
             history.uses += question.explore
             if history.standing is not None:
-                history.standing.uses -= 1
+                history.standing = history.standing._replace(uses=history.standing.uses - 1)
             if choice.exploring:
                 history.tried_at[choice.backend] = history.uses
                 history.risk_seconds = choice.risk_seconds

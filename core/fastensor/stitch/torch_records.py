@@ -6,7 +6,7 @@ import re
 import sys
 import zlib
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError
 from fastensor.files.words import some_of
@@ -24,8 +24,7 @@ _OTHERS_OF_TORCH = {
 _SHOWN = 3
 
 
-@dataclass(frozen=True, slots=True)
-class TorchArchive:
+class TorchArchive(NamedTuple):
     """The records of a checkpoint of torch."""
 
     pickle: Part

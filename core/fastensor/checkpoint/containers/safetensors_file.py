@@ -9,7 +9,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
 
 from fastensor.backends.memory import copy_memory, storage_on
 from fastensor.checkpoint.containers import ToCompare
@@ -89,7 +88,9 @@ def read_header(file: OpenedFile, *, verify: bool) -> SafetensorsHeader:
         _check_is_not_too_large(file, int.from_bytes(start, "little"))
         data = read_exactly(file, 0, header_nbytes(start, file.nbytes, file.where))
         return parse_header(data, file.nbytes, where=file.where, verify=verify)
-    except CorruptCheckpointError as error:
+    except (CorruptCheckpointError, UnsupportedContentError) as error:
+        from safetensors import SafetensorError  # only a refusal needs it
+
         raise caught_as(error, SafetensorError) from error.__cause__
 
 
@@ -103,11 +104,10 @@ def _check_is_not_too_large(file: OpenedFile, length: int) -> None:
     if length <= MAX_HEADER_NBYTES or end > file.nbytes:
         return
     if read_exactly(file, LENGTH_NBYTES, 1) == b"{" and read_exactly(file, end - 1, 1) in (b"}", b" "):
-        error = UnsupportedContentError(
+        raise UnsupportedContentError(
             f"{file.where}: its header has {length} bytes, and no reader of safetensors takes more than "
             f"{MAX_HEADER_NBYTES}; save its tensors again in several files, or with shorter names"
         )
-        raise caught_as(error, SafetensorError)
 
 
 def _read_to_device(reader: PartReader, part: Part, map_location: MapLocation) -> torch.UntypedStorage:

@@ -7,7 +7,6 @@ import logging
 import pickle
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ def load(file: OpenedFile, request: LoadRequest) -> Loaded:
     archive = _archive_of(file)
     if request.mmap and (reason := _why_not_mapped(file, archive)):
         record_fallback(request.fallbacks, "mapping", reason)
-        request = replace(request, mmap=False)
+        request = request._replace(mmap=False)
     if request.mmap or archive.why_torch:
         compare = request.checked and archive.compressed
         if compare:
@@ -136,7 +135,7 @@ def _load_some(file: OpenedFile, archive: TorchArchive, request: LoadRequest, se
         from fastensor.checkpoint.containers.selecting import has_all, selected
 
         if has_all(selection, loaded.result, file.where):
-            return replace(loaded, result=selected(selection, loaded.result))
+            return loaded._replace(result=selected(selection, loaded.result))
         reason = "its keys are of classes that are known to Python only"
     record_fallback(request.fallbacks, "partial reading", reason)
     return _load_all(file, archive, request)
@@ -145,7 +144,7 @@ def _load_some(file: OpenedFile, archive: TorchArchive, request: LoadRequest, se
 def _load_all(file: OpenedFile, archive: TorchArchive, request: LoadRequest) -> Loaded:
     """Load the whole file, and drop what ``keys`` do not choose."""
     loaded = _load_archive(file, archive, request, _ALL)
-    return replace(loaded, result=_chosen_of(loaded.result, request, file))
+    return loaded._replace(result=_chosen_of(loaded.result, request, file))
 
 
 def _chosen_of(result: Any, request: LoadRequest, file: OpenedFile) -> Any:

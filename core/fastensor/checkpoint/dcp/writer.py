@@ -433,7 +433,7 @@ class FastensorStorageWriter(InDirectory, FileSystemWriter):
         found = set(metadata)
         for name in metadata:
             with suppress(FileNotFoundError):
-                found |= {one.decode() for one in SHARD_NAMES.findall(self._directory.read(name))}
+                found |= {one.decode() for one in re.findall(SHARD_NAMES, self._directory.read(name))}
         return found
 
     def _remove_old(self, current: set[str]) -> None:

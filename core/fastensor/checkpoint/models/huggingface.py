@@ -186,7 +186,7 @@ def load_sharded(
     overwritten: list[str] = []
     with naming(overwritten), reporting(progress) as tell:
         meter = None if progress is None else Meter(tell)
-        request = LoadRequest(None, None, weights_only, False, verify is not False, backend, meter=meter)
+        request = LoadRequest([], None, None, weights_only, False, verify is not False, backend, meter=meter)
         _fill(files, targets_in(into), request, name_of(path), overwritten, verify_first=verify == "first")
         if meter is not None:
             meter.finish(sum(map(nbytes_at, files)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -131,7 +131,7 @@ def load_into(
     check_fit([pairing])
     rest = [name for name in targets if name not in located and (catalog is None or name in catalog.tensors)]
     with values_kept():
-        others = load(file, replace(request, keys=rest, map_location="cpu")) if rest else None
+        others = load(file, request._replace(keys=rest, map_location="cpu")) if rest else None
     values = {} if others is None else dict(walk(others.result))
     _check_values(values, {name: targets[name] for name in rest}, file.where)
     with ExitStack() as stack:
@@ -145,7 +145,7 @@ def load_into(
             targets[name].copy_(values[name])
     if catalog is None or not pairing.fillings:
         assert others is not None
-        return replace(others, result=None)
+        return others._replace(result=None)
     verified = request.checked and catalog.checked and (others is None or others.verified)
     return Loaded(None, backend, reason, verified, catalog.unchecked)
 
@@ -237,7 +237,7 @@ def incoming(pairings: Sequence[Pairing], request: LoadRequest, stack: ExitStack
 
 
 def _open_in_any_order(file: OpenedFile, request: LoadRequest, stack: ExitStack) -> PartReader:
-    options = replace(request.options, learn=False)  # what is read, and for what, is not as in other loads
+    options = request.options._replace(learn=False)  # what is read, and for what, is not as in other loads
     return stack.enter_context(PartReader(file, (), options, verify=request.checked, fallbacks=request.fallbacks))
 
 
@@ -291,7 +291,7 @@ def fill(
 
 def _open(pairing: Pairing, request: LoadRequest) -> PartReader:
     target = next((one.target for one in pairing.fillings), None)
-    options = replace(request, map_location=None if target is None else target.device).options
+    options = request._replace(map_location=None if target is None else target.device).options
     return PartReader(
         pairing.file,
         extents_of(pairing.parts),

@@ -176,7 +176,7 @@ def load_model(
     overwritten: list[str] = []
     with naming(overwritten), reporting(progress) as tell, ExitStack() as stack:
         meter = None if progress is None else Meter(tell)
-        request = LoadRequest(None, None, weights_only, False, verify is not False, backend, meter=meter)
+        request = LoadRequest([], None, None, weights_only, False, verify is not False, backend, meter=meter)
         sources = [_open(stack, file, expected, root, request) for file, expected in files_behind(path).items()]
         own = dict(_tensors_of(model))
         _check_memory(model, own)

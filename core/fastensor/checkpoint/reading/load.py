@@ -150,7 +150,7 @@ def load_with_report(
     with _bringing(into, verify) as bring, reporting(progress) as tell:
         meter = None if progress is None else Meter(tell)
         checked = verify is not False and not mmap
-        request = LoadRequest(map_location, names, weights_only, mmap, checked, backend, meter=meter)
+        request = LoadRequest([], map_location, names, weights_only, mmap, checked, backend, meter=meter)
         begin_to_use(map_location)
         with opened(path) as file, _leaving_the_position(file):
             if mmap and file.path is None:

@@ -8,7 +8,6 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -38,8 +37,7 @@ _NEARLY_ALL = 0.9
 """Reading this fraction of a file is learned as reading the whole file, so that it compares with writing the file."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadOptions:
+class ReadOptions(NamedTuple):
     """Options for reading a file."""
 
     backend: BackendChoice = registry.AUTO

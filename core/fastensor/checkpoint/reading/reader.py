@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, Self, TypeAlias, TypeVar, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from isal import isal_zlib
 
 from fastensor.backends.base import BatchReader, Extent
-from fastensor.backends.memory import fill, storage_on
+from fastensor.backends.memory import Bytes, fill, storage_on
 from fastensor.backends.registry import Fallback
 from fastensor.backends.window import SMALL_NBYTES, ReadWindow, joined
 from fastensor.checkpoint.progress import Meter
@@ -164,15 +162,15 @@ class _ReadAhead(NamedTuple):
 
     begin: int
     """Offset of the data in the file."""
-    array: npt.NDArray[np.uint8]
+    array: Bytes
     crc32: int
     """The CRC32 of the data; 0 if it was not computed."""
 
 
-def new_array(nbytes: int) -> npt.NDArray[np.uint8]:
+def new_array(nbytes: int) -> Bytes:
     """Memory of a fixed size, as ``torch.load`` makes it. torch refuses a tensor that reaches beyond it; an ordinary
     storage would grow."""
-    memory: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()
+    memory: Bytes = torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()
     return memory
 
 
@@ -275,7 +273,7 @@ class PartReader:
         if compare:
             check_crc32(part, begin, found, self.where)
 
-    def read_array(self, part: Part) -> npt.NDArray[np.uint8]:
+    def read_array(self, part: Part) -> Bytes:
         """Read all data of a part into new memory of the host, and compare it.
 
         Parts that are asked for in the order that was announced are read several at a time where the backend can do

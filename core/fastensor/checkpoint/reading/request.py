@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -89,10 +88,11 @@ def check_arguments(
         raise ValueError("verify='first' is for into; everything else is verified before it is returned anyway")
 
 
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
+class LoadRequest(NamedTuple):
     """The arguments of one :func:`fastensor.load`."""
 
+    fallbacks: list[Fallback]
+    """Ways that were not possible. The load adds to this list."""
     map_location: MapLocation = None
     keys: Iterable[str] | None = None
     weights_only: bool | None = None
@@ -100,8 +100,6 @@ class LoadRequest:
     checked: bool = True
     """Compare everything that is loaded with its checksums."""
     backend: BackendChoice = "auto"
-    fallbacks: list[Fallback] = field(default_factory=list)
-    """Ways that were not possible. The load adds to this list."""
     meter: Meter | None = None
     """Counts what is read; None if nobody wants to know."""
 
@@ -117,8 +115,7 @@ class LoadRequest:
         return ReadOptions(self.backend, kind_of_device(self.map_location), learn=learn)
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(NamedTuple):
     """The result of loading one container."""
 
     result: Any
@@ -131,8 +128,7 @@ class Loaded:
     """Reason for which ``verified`` is False, if there is more to say than that the file carries no checksums."""
 
 
-@dataclass(frozen=True, slots=True)
-class ArchivePart:
+class ArchivePart(NamedTuple):
     """The part of an archive that is loaded."""
 
     names: set[str]

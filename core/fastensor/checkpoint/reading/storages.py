@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from fastensor.backends.memory import Bytes
 from fastensor.backends.window import ALIGNMENT
 from fastensor.checkpoint.reading.placement import MapLocation, kind_of_device, place
 from fastensor.checkpoint.reading.reader import PartReader, empty_storage, is_joined, new_array
@@ -190,7 +189,7 @@ class Storages:
         return torch.from_numpy(array).untyped_storage()
 
 
-def _aligned_copy(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+def _aligned_copy(data: Bytes) -> Bytes:
     """A copy of a storage that the file does not align as torch does."""
     memory = new_array(data.nbytes)
     memory[:] = data

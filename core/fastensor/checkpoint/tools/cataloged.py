@@ -72,7 +72,7 @@ def _rewritten(file: OpenedFile, stack: ExitStack, *, verify: bool) -> tuple[Ope
     why = Fallback("reading tensor by tensor", f"{file.where} is written anew in $TMPDIR: torch wrote it before 1.6")
     announce(why.backend, why.reason)
     with values_kept():
-        loaded = container_in(file).load(file, LoadRequest("cpu", weights_only=True, checked=verify))
+        loaded = container_in(file).load(file, LoadRequest([], "cpu", weights_only=True, checked=verify))
     copy = stack.enter_context(tempfile.TemporaryFile(prefix="fastensor-"))  # noqa: SIM115  # the stack closes it
     what = "writing a copy to $TMPDIR, as a zip archive, failed"
     with write_errors(file.where, what), file_for_torch(partial(posix.write_fully, copy.fileno())) as written:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -195,7 +196,7 @@ def _shards_among(folder: Path, names: Sequence[str]) -> set[str]:
     data = b""
     with contextlib.suppress(OSError):  # whoever opens the checkpoint says what is wrong
         data = b"".join((folder / name).read_bytes() for name in metadata)
-    return {*metadata, *shards.intersection(map(os.fsdecode, SHARD_NAMES.findall(data)))}
+    return {*metadata, *shards.intersection(map(os.fsdecode, re.findall(SHARD_NAMES, data)))}
 
 
 def _index_at(path: Path, nbytes: int) -> FolderEntry:
