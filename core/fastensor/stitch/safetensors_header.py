@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
+from fastensor.files.garbage import without_collection
 from fastensor.stitch.parts import Part
 from fastensor.stitch.shape import MAX_SIZE, is_shape
 from fastensor.stitch.signatures import LENGTH_NBYTES, MAX_HEADER_NBYTES
@@ -102,6 +103,7 @@ def header_nbytes(start: bytes, nbytes: int, where: str) -> int:
     return LENGTH_NBYTES + length
 
 
+@without_collection()
 def parse_header(data: bytes, nbytes: int, *, where: str, verify: bool = True) -> SafetensorsHeader:
     """Read and check a header.
 

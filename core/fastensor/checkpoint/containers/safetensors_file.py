@@ -17,6 +17,7 @@ from fastensor.checkpoint.reading.placement import MapLocation, check_destinatio
 from fastensor.checkpoint.reading.reader import PartReader, empty_storage, is_joined, open_reader
 from fastensor.checkpoint.reading.request import MAPPED, Loaded, LoadRequest
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError, caught_as
+from fastensor.files.garbage import without_collection
 from fastensor.stitch.parts import Part
 from fastensor.stitch.safetensors_header import SafetensorsHeader, header_nbytes, parse_header, torch_dtype
 from fastensor.stitch.shape import row_major
@@ -42,7 +43,7 @@ def load(file: OpenedFile, request: LoadRequest) -> Loaded:
     order = sorted(parts, key=attrgetter("begin"))
     read = _read_to_device if may_be_filled_at_once(request.map_location) else _read_by_way_of_host
     tensors = dict.fromkeys((part.name for part in parts), torch.empty(0))  # in the order of the header
-    with open_reader(file, order, request) as reader:
+    with without_collection(len(order)), open_reader(file, order, request) as reader:
         for part in order:
             tensors[part.name] = _as_tensor(read(reader, part, request.map_location), part, file.where)
         verified = header.checked and request.checked

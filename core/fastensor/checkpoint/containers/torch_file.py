@@ -43,6 +43,7 @@ from fastensor.errors import (
     NotACheckpointError,
     caught_as,
 )
+from fastensor.files.garbage import without_collection
 from fastensor.stitch.torch_records import TorchArchive
 
 __all__ = ["foreign_code", "load", "read_catalog", "to_compare"]
@@ -186,7 +187,8 @@ def _load_archive(file: OpenedFile, archive: TorchArchive, request: LoadRequest,
 def _load_together(file: OpenedFile, archive: TorchArchive, request: LoadRequest) -> Loaded:
     """Let torch's restricted unpickler rebuild the object from storages that are read together."""
     small = small_records(archive)
-    with open_reader(file, read_first(small) + archive.wanted(), request, keep=True) as reader:
+    parts = read_first(small) + archive.wanted()
+    with without_collection(len(parts)), open_reader(file, parts, request, keep=True) as reader:
         storages = Storages(archive, reader, request.map_location)
         try:
             result = rebuild(small, reader, storages)

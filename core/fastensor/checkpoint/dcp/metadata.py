@@ -7,13 +7,11 @@ range that torch gives it, and no path leads out of the directory.
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fastensor.errors import CorruptCheckpointError, UnsafeCheckpointError
+from fastensor.files.garbage import without_collection
 from fastensor.stitch.pickle_records import UnknownGlobal, UnknownObject, all_in
 from fastensor.stitch.shape import is_shape
 from fastensor.stitch.signatures import SNIFFED_NBYTES, refuse_foreign
@@ -98,7 +97,7 @@ def read_metadata(data: bytes, *, where: str) -> Metadata:
     """
     is_sealed = check_seal(data, where)
     try:
-        with _without_garbage_collection():
+        with without_collection():
             found = _MetadataBuilder(len(data)).build(read_structure(data, where=where))
     except _DEFECTS as error:
         if not data.startswith(pickle.PROTO):
@@ -145,18 +144,6 @@ def chunks_in(metadata: Metadata) -> dict[tuple[str, tuple[int, ...] | None], tu
         if isinstance(entry, TensorStorageMetadata)
         for chunk in entry.chunks
     }
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Make objects faster: the collector would visit all of them again and again, which takes most of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _MetadataBuilder:

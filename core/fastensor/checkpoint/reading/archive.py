@@ -13,6 +13,7 @@ import torch
 from fastensor.checkpoint.containers import ToCompare
 from fastensor.checkpoint.reading.opened import FileView, OpenedFile, read_exactly
 from fastensor.errors import CorruptCheckpointError, FastensorError, UnsupportedContentError
+from fastensor.files.garbage import without_collection
 from fastensor.files.os_errors import read_error
 from fastensor.stitch import torch_records
 from fastensor.stitch.parts import Part
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from fastensor.stitch.pickle_records import PickledTensor
 
 
+@without_collection()
 def read_archive(file: OpenedFile) -> TorchArchive:
     """The archive's directory, checked. See :func:`fastensor.stitch.torch_records.read_archive`."""
     return torch_records.read_archive(partial(read_exactly, file), file.nbytes, where=file.where)

@@ -16,6 +16,7 @@ from fastensor.checkpoint.containers import Container, container_in
 from fastensor.checkpoint.models.names import nodes
 from fastensor.checkpoint.reading.opened import OpenedFile
 from fastensor.errors import UnsupportedContentError
+from fastensor.files.garbage import without_collection
 from fastensor.files.shown import record_repr, without_secrets
 from fastensor.files.words import counted, human_size, some_of
 from fastensor.stitch.areas import Area, overlapping
@@ -112,6 +113,7 @@ class Catalog:
         return {name: in_words(value) for name, value in self.values.items()}
 
 
+@without_collection()
 def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:
     """Catalog of a checkpoint. No code of it is run, and nothing that it names is imported.
 

@@ -18,6 +18,7 @@ from fastensor.checkpoint.reading.lazy import LazyCheckpoint, lazily
 from fastensor.checkpoint.tools.catalog import Catalog, Inspection, TensorInfo, refused_globals, ties_in
 from fastensor.checkpoint.tools.cataloged import CatalogedFile, open_files
 from fastensor.checkpoint.tools.folders import FolderEntry, name_behind, name_in
+from fastensor.files.garbage import without_collection
 from fastensor.select.transfer import BackendChoice
 
 
@@ -59,6 +60,7 @@ def open_checkpoint(entry: FolderEntry, stack: ExitStack, backend: BackendChoice
     return _OpenFiles(entry, stack, backend)
 
 
+@without_collection()
 def describe(entry: FolderEntry) -> Inspection:
     """All that is known of a checkpoint without reading a tensor. A model may have more files than may be open: one of
     them is open at a time.

@@ -1,0 +1,71 @@
+"""The garbage collector pauses while many objects are made, and only then."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastensor
+from fastensor.files.garbage import without_collection
+
+
+def test_it_pauses_for_many_objects_and_goes_on() -> None:
+    with without_collection():
+        assert not gc.isenabled()
+        with without_collection():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError), without_collection():
+        raise ZeroDivisionError
+    assert gc.isenabled()
+    with without_collection(10):
+        assert gc.isenabled()
+
+
+def test_who_has_switched_it_off_keeps_it_off() -> None:
+    gc.disable()
+    try:
+        with without_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_a_forked_child_collects_as_its_parent_does_outside_of_blocks(is_paused: bool) -> None:
+    with without_collection(1000 if is_paused else 1):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(not gc.isenabled())
+    assert os.waitpid(pid, 0)[1] == 0
+    gc.disable()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(gc.isenabled())
+    finally:
+        gc.enable()
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
+def test_loads_and_lists_of_many_tensors_leave_it_on(tmp_path: Path, name: str) -> None:
+    state = {str(number): torch.full((3,), number) for number in range(1500)}
+    fastensor.save(state, tmp_path / name)
+    found = fastensor.load(tmp_path / name)
+    assert gc.isenabled()
+    assert all(torch.equal(found[key], value) for key, value in state.items())
+    assert len(fastensor.inspect(tmp_path / name).tensors) == 1500
+    assert gc.isenabled()
+    damaged = bytearray((tmp_path / name).read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (tmp_path / name).write_bytes(damaged)
+    with pytest.raises(fastensor.CorruptCheckpointError):
+        fastensor.load(tmp_path / name)
+    assert gc.isenabled()
