@@ -27,6 +27,8 @@ from fastensor.files.words import human_size
 
 _GAP_NBYTES = 1 << 20
 """Zeros that are written at a time to fill a gap."""
+_FREED_LATER_NBYTES = 1 << 20
+"""The space of smaller files is freed where they lose their names: to tell a thread takes longer."""
 
 
 class Replacement(NewFile):
@@ -34,6 +36,8 @@ class Replacement(NewFile):
 
     atomic = True
     is_synced = True
+    replaced_nbytes = 0
+    """Size of the file at the target when this one was opened."""
 
     def begin(self, nbytes: int) -> None:
         """Reserve space for ``nbytes`` bytes, in whole blocks. Backends cut the file off behind its last byte.
@@ -55,8 +59,9 @@ class Replacement(NewFile):
         return os.fstat(self.fd).st_size
 
     def replace(self, *, durable: bool, free_later: bool = True) -> Freeing:
-        """:meth:`publish`, and have a thread free the space of the old file, unless ``free_later`` is False."""
-        with freeing_afterwards(self.path) if free_later else nullcontext(Freeing()) as freeing:
+        """:meth:`publish`, and have a thread free the space of a large old file, unless ``free_later`` is False."""
+        is_large = self.replaced_nbytes >= _FREED_LATER_NBYTES
+        with freeing_afterwards(self.path) if free_later and is_large else nullcontext(Freeing()) as freeing:
             self.publish(durable=durable)
         return freeing
 
