@@ -46,8 +46,8 @@ if TYPE_CHECKING:
         UnsupportedContentError,
         UnverifiedCheckpointWarning,
     )
-    from fastensor.select.choice import Choice, Explanation, SelectorStatistics
-    from fastensor.select.context import Context
+    from fastensor.select.choice import Explanation, SelectorStatistics
+    from fastensor.select.context import Choice, Context
     from fastensor.select.current import current_selector, use_selector
     from fastensor.select.dictionary import Change, Dictionary, DictionaryError
     from fastensor.select.selector import Selector
@@ -102,8 +102,8 @@ else:
             "UnsupportedContentError",
             "UnverifiedCheckpointWarning",
         ),
-        "fastensor.select.choice": ("Choice", "Explanation", "SelectorStatistics"),
-        "fastensor.select.context": ("Context",),
+        "fastensor.select.choice": ("Explanation", "SelectorStatistics"),
+        "fastensor.select.context": ("Choice", "Context"),
         "fastensor.select.current": ("current_selector", "use_selector"),
         "fastensor.select.dictionary": ("Change", "Dictionary", "DictionaryError"),
         "fastensor.select.selector": ("Selector",),

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastensor.errors import BackendUnavailableError
-from fastensor.select.choice import Choice, winners
-from fastensor.select.context import Context, bucket_of, size_of
+from fastensor.select.choice import winners
+from fastensor.select.context import Choice, Context, bucket_of, size_of
 from fastensor.select.dictionary import (
     MOST_NBYTES,
     MOST_SAMPLES,

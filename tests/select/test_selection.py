@@ -388,6 +388,31 @@ def test_what_all_backends_raise_is_raised(selector: Selector, tmp_path: Path, m
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
+def test_small_files_are_moved_by_the_rule_and_nothing_is_learned(tmp_path: Path, name: str) -> None:
+    """Unless a selector was given: it decides, and learns, whatever the size."""
+    small = {"w": torch.arange(100)}
+    code = (
+        "import sys, torch, fastensor\n"
+        "saved = fastensor.save({'w': torch.arange(100)}, sys.argv[1])\n"
+        "found, loaded = fastensor.load_with_report(sys.argv[1])\n"
+        "print(saved.backend, saved.reason, loaded.backend, loaded.reason, 'fastensor.select.selector' in sys.modules)"
+    )
+    variables = {"FASTENSOR_DICTIONARIES": str(tmp_path / "dictionaries")}
+    assert run("-c", code, tmp_path / name, **variables).stdout.split("\n")[0] == "numpy by size numpy by size False"
+    assert not (tmp_path / "dictionaries").exists()
+    for given in (True, False):
+        selector = Selector()
+        fastensor.use_selector(None if given else selector)
+        try:
+            for _ in range(2):
+                fastensor.save(small, tmp_path / name, backend=selector if given else "auto")
+                fastensor.load(tmp_path / name, backend=selector if given else "auto")
+        finally:
+            fastensor.use_selector(None)
+        assert selector.statistics().exploited == 4
+
+
 def test_neither_a_name_nor_a_selector(tmp_path: Path) -> None:
     for call in (lambda: fastensor.save({}, tmp_path / "x", backend=3), lambda: fastensor.load("x", backend=None)):  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"a name or a fastensor\.Selector"):

@@ -26,7 +26,7 @@ from fastensor.backends.base import Backend, SlotBackend
 from fastensor.errors import UnknownBackendError
 from fastensor.files.arguments import nearest
 from fastensor.files.forks import lock_of
-from fastensor.files.importing import entry_points_of, is_mentioned
+from fastensor.files.importing import entry_points_of
 
 if TYPE_CHECKING:
     from fastensor.stitch.source import Source
@@ -170,6 +170,3 @@ def _make(point: EntryPoint) -> Backend:
     if not isinstance(made, Backend):
         raise TypeError(f"expected a fastensor.backends.base.Backend, found {type(made).__name__}")
     return made
-
-
-is_mentioned(GROUP)  # at import, because otherwise the first save or load would read many small files

@@ -49,25 +49,19 @@ def entry_points_of(group: str) -> tuple[EntryPoint, ...]:
     Raises:
         Exception: the metadata of a package is damaged.
     """
-    if not is_mentioned(group):
+    # Packages may also be where no folder shows them.
+    elsewhere = any(hasattr(finder, "find_distributions") and finder is not PathFinder for finder in sys.meta_path)
+    if not (elsewhere or _is_mentioned_in_one_of(tuple(dict.fromkeys(sys.path)), group.encode())):
         return ()
     from importlib.metadata import entry_points
 
     return tuple(entry_points(group=group))
 
 
-def is_mentioned(group: str) -> bool:
-    """False if no installed package has entry points of the group; True if one may have.
-
-    What is found in a folder is remembered as long as ``sys.path`` stays the same.
-    """
-    if any(hasattr(finder, "find_distributions") and finder is not PathFinder for finder in sys.meta_path):
-        return True  # packages may be where no folder shows them
-    return _is_mentioned_in_one_of(tuple(dict.fromkeys(sys.path)), group.encode())
-
-
 @cache
 def _is_mentioned_in_one_of(folders: tuple[str, ...], group: bytes) -> bool:
+    """False if no package in these folders has entry points of the group. Remembered as long as ``sys.path`` is the
+    same."""
     return any(_is_mentioned_in(folder, group) for folder in folders)
 
 

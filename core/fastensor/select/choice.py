@@ -1,5 +1,4 @@
-"""Decisions of a selector, and their reasons in words; the fastest backend by each of the paper's three dictionaries
-(section 4). Pure."""
+"""Explanations of what selectors choose; the fastest backend by each dictionary of the paper (section 4). Pure."""
 
 from __future__ import annotations
 
@@ -10,33 +9,13 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from fastensor.files.shown import record_repr
 from fastensor.files.words import counted, human_seconds, human_size
-from fastensor.select.context import STAGED, Context, size_of
+from fastensor.select.context import STAGED, Choice, Context, size_of
 from fastensor.select.dictionary import Dictionary, Key, Timing
 
 PAPER_ORDER = ("gds", "numpy", "torch", "direct")
 """The order in which backends are tried (section 4.1, step 5). Other backends come after these."""
 Mode: TypeAlias = Literal["write", "read", "write_read"]
 """The paper's dictionary that decides by which backend files are written: WDic, RDic or WRDic."""
-
-
-class Choice(NamedTuple):
-    """The chosen backend, and the reason for the choice."""
-
-    backend: str
-    reason: str
-    exploring: bool = False
-    """True if the backend is tried to measure it, rather than known to be the fastest."""
-    best_seconds: float | None = None
-    """Expected seconds of the best backend, for a try. A longer transfer has cost the difference."""
-    prior_seconds: float | None = None
-    """The time that the prior is expected to take; None if the prior was chosen."""
-    risk_seconds: float = 0.0
-    """Expected seconds of a try beyond those of the best backend."""
-    compared: tuple[str, ...] = ()
-    """The backends with which it was compared: the best one, and the prior."""
-
-    def __str__(self) -> str:
-        return f"{self.backend}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)

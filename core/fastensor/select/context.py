@@ -1,5 +1,5 @@
-"""What decides how fast a transfer is: its circumstances, and its size in buckets that share their timings; and the
-rule by both. Pure."""
+"""What decides how fast a transfer is: its circumstances, and its size in buckets that share their timings; the rule by
+both, and the choice of a backend. Pure."""
 
 from __future__ import annotations
 
@@ -56,6 +56,26 @@ class Context(NamedTuple):
             if name == operation and device and state in states:
                 return cls(operation, device, bool(states.index(state)))
         raise ValueError(f"no context is called {text!r}")
+
+
+class Choice(NamedTuple):
+    """The chosen backend, and the reason for the choice."""
+
+    backend: str
+    reason: str
+    exploring: bool = False
+    """True if the backend is tried to measure it, rather than known to be the fastest."""
+    best_seconds: float | None = None
+    """Expected seconds of the best backend, for a try. A longer transfer has cost the difference."""
+    prior_seconds: float | None = None
+    """The time that the prior is expected to take; None if the prior was chosen."""
+    risk_seconds: float = 0.0
+    """Expected seconds of a try beyond those of the best backend."""
+    compared: tuple[str, ...] = ()
+    """The backends with which it was compared: the best one, and the prior."""
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.reason}"
 
 
 def by_rule(context: Context, nbytes: int) -> str:

@@ -14,20 +14,15 @@ from typing import get_args
 
 from fastensor.files.arguments import check_word, checks_keywords
 from fastensor.files.forks import first_in_children, lock_of
+from fastensor.select import transfer
 from fastensor.select.files import DictionaryFile, Kind, file_for
 from fastensor.select.machine import nearest
 from fastensor.select.selector import Selector
-
-EXPLORE_VARIABLE = "FASTENSOR_EXPLORE"
-"""Environment variable. With a no, no backend is tried and no timing is learned, so choices are always the same."""
-_YES = ("1", "true", "yes", "on")
-_NO = ("0", "false", "no", "off")
-
+from fastensor.select.transfer import explores
 
 _lock = lock_of(sys.modules[__name__])
 _made: dict[tuple[int, Kind], tuple[Selector, DictionaryFile]] = {}
 """Selectors and their files, by device number and kind."""
-_for_all: Selector | None = None
 
 
 @checks_keywords
@@ -37,10 +32,9 @@ def use_selector(selector: Selector | None) -> None:
     Args:
         selector: the selector for every filesystem; None goes back to the selectors that know this machine.
     """
-    global _for_all
     if not isinstance(selector, Selector | None):
         raise TypeError(f"selector is a fastensor.Selector or None, found {selector!r}")
-    _for_all = selector
+    transfer.for_all = selector
 
 
 @checks_keywords
@@ -58,8 +52,8 @@ def current_selector(path: str | os.PathLike[str], *, of: Kind = "files") -> Sel
     Raises:
         ValueError: ``of`` is none of these; or ``FASTENSOR_EXPLORE`` is set to something else than a yes or a no.
     """
-    if _for_all is not None:
-        return _for_all
+    if transfer.for_all is not None:
+        return transfer.for_all
     key = (nearest(path)[1], of)
     found = _made.get(key)
     if found is None:
@@ -73,17 +67,6 @@ def flush() -> None:
     """Write all noted changes to their dictionary files, in this thread."""
     for _, file in tuple(_made.values()):
         file.flush()
-
-
-def explores() -> bool:
-    """True if backends are tried: what ``FASTENSOR_EXPLORE`` says, by default yes."""
-    given = os.environ.get(EXPLORE_VARIABLE, "")
-    if given.lower() not in ("", *_YES, *_NO):
-        raise ValueError(
-            f"the environment variable {EXPLORE_VARIABLE} is {given!r}; expected one of {', '.join(_YES)} to try "
-            f"backends, which is the default, or one of {', '.join(_NO)} not to"
-        )
-    return given.lower() not in _NO
 
 
 def _make(file: DictionaryFile) -> tuple[Selector, DictionaryFile]:

@@ -192,9 +192,6 @@ def _version(distribution: str) -> str:
         return ""
 
 
-_versions()  # while packages are imported anyway: the first save or load would search many folders
-
-
 def nearest(path: str | os.PathLike[str]) -> tuple[Path, int]:
     """The path, or the nearest folder above it that exists, and the number of its device. Links are followed."""
     name = os.path.abspath(path)

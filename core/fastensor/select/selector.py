@@ -18,8 +18,8 @@ from fastensor.files.arguments import as_nbytes, check_flags, check_word, checks
 from fastensor.files.forks import lock_of
 from fastensor.files.shown import shown
 from fastensor.files.words import counted, human_seconds, human_size
-from fastensor.select.choice import Choice, Explanation, Mode, SelectorStatistics, in_order, seconds_to_read, up_to
-from fastensor.select.context import Context, bucket_of, scaled, size_of
+from fastensor.select.choice import Explanation, Mode, SelectorStatistics, in_order, seconds_to_read, up_to
+from fastensor.select.context import Choice, Context, bucket_of, scaled, size_of
 from fastensor.select.dictionary import Change, Dictionary, Key
 
 SHARE = 0.05

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar
 
 import torch
 
@@ -13,10 +14,11 @@ from fastensor.backends import registry
 from fastensor.backends.base import Backend
 from fastensor.backends.registry import why_unavailable
 from fastensor.errors import BackendUnavailableError, FastensorError
-from fastensor.select.choice import Choice, Mode
-from fastensor.select.context import Context, by_rule
-from fastensor.select.current import current_selector
-from fastensor.select.selector import Selector
+from fastensor.select.context import Choice, Context, by_rule
+
+if TYPE_CHECKING:
+    from fastensor.select.choice import Mode
+    from fastensor.select.selector import Selector
 
 T = TypeVar("T")
 LAST_RESORTS = ("numpy", "torch")
@@ -25,7 +27,16 @@ WHOLE_FILES = ("torch",)
 """Backends that use ``torch.save`` and ``torch.load``, which are slower than our own plan of the file."""
 _REFUSALS = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY)
 """Error numbers by which the operating system refuses an operation that it, or the filesystem, does not have."""
-BackendChoice: TypeAlias = str | Selector
+EXPLORE_VARIABLE = "FASTENSOR_EXPLORE"
+"""Environment variable. With a no, no backend is tried and no timing is learned, so choices are always the same."""
+_YES = ("1", "true", "yes", "on")
+_NO = ("0", "false", "no", "off")
+SMALL_NBYTES = 1 << 20
+"""Smaller files are moved as the rule says, and nothing is looked up or learned: that would take longer than the best
+backend could save."""
+for_all: Selector | None = None
+"""What :func:`fastensor.use_selector` has set."""
+BackendChoice: TypeAlias = "str | Selector"
 """The name of a backend; ``"auto"`` for the one that measurements recommend; or the selector that decides."""
 
 
@@ -35,12 +46,32 @@ def check_choice(choice: BackendChoice) -> None:
     Raises:
         UnknownBackendError: no backend has that name.
         TypeError: the choice is neither a name nor a selector.
+        ValueError: as :func:`explores`, which the choice depends on.
     """
-    if isinstance(choice, str):
-        if choice != registry.AUTO:
-            registry.get(choice)
-    elif not isinstance(choice, Selector):
-        raise TypeError(f"backend is a name or a fastensor.Selector, found {choice!r}")
+    if choice == registry.AUTO:
+        explores()
+    elif isinstance(choice, str):
+        registry.get(choice)
+    else:
+        from fastensor.select.selector import Selector  # few programs give one
+
+        if not isinstance(choice, Selector):
+            raise TypeError(f"backend is a name or a fastensor.Selector, found {choice!r}")
+
+
+def explores() -> bool:
+    """True if backends are tried: what ``FASTENSOR_EXPLORE`` says, by default yes.
+
+    Raises:
+        ValueError: it says neither yes nor no.
+    """
+    given = os.environ.get(EXPLORE_VARIABLE, "")
+    if given.lower() not in ("", *_YES, *_NO):
+        raise ValueError(
+            f"the environment variable {EXPLORE_VARIABLE} is {given!r}; expected one of {', '.join(_YES)} to try "
+            f"backends, which is the default, or one of {', '.join(_NO)} not to"
+        )
+    return given.lower() not in _NO
 
 
 class Transfer:
@@ -57,6 +88,7 @@ class Transfer:
         learn: whether the selector learns the time; if not, it tries nothing.
         fallbacks: the candidates that are used only if no other one works.
         can: for candidates that nobody has named, whether one can be used. Others are left out without a word.
+        reason: for the first candidate, if no selector chooses.
 
     Raises:
         BackendUnavailableError: there are no candidates.
@@ -75,9 +107,11 @@ class Transfer:
         learn: bool = True,
         fallbacks: Collection[str] = (),
         can: Callable[[str], bool] | None = None,
+        reason: str = "asked for",
     ) -> None:
         self._fallbacks = fallbacks
         self._can = can
+        self._reason = reason
         self._left = list(dict.fromkeys(candidates))
         self._failed: dict[str, str] = {}
         self._unexpected: Exception | None = None
@@ -102,7 +136,7 @@ class Transfer:
         path: str,
         nbytes: int,
         context: Context,
-        candidates: Iterable[str],
+        candidates: Callable[[], Iterable[str]],
         *,
         learn: bool,
         can: Callable[[str], bool] = lambda name: True,
@@ -113,16 +147,20 @@ class Transfer:
             choice: what the user has asked for.
             path: the file, or another one on its filesystem.
             nbytes, context: as for the class.
-            candidates: the backends that may move the bytes.
+            candidates: gives the backends that may move the bytes.
             learn: whether the time says something about the backend.
             can: whether a backend that is available can move such bytes.
         """
         if isinstance(choice, str) and choice != registry.AUTO:
             return cls((registry.get(choice).name, *LAST_RESORTS), nbytes, context)
-        selector = choice if isinstance(choice, Selector) else current_selector(path)
+        if choice == registry.AUTO and nbytes < SMALL_NBYTES and for_all is None:
+            return cls((by_rule(context, nbytes), *LAST_RESORTS), nbytes, context, reason="by size")
+        from fastensor.select.current import current_selector  # small files need nothing of it
+
+        selector = current_selector(path) if isinstance(choice, str) else choice
         return cls(
-            candidates, nbytes, context, selector, default=by_rule(context, nbytes), learn=learn, fallbacks=WHOLE_FILES,
-            can=lambda name: not why_unavailable(name) and can(name),
+            candidates(), nbytes, context, selector, default=by_rule(context, nbytes), learn=learn,
+            fallbacks=WHOLE_FILES, can=lambda name: not why_unavailable(name) and can(name),
         )  # fmt: skip
 
     @property
@@ -189,7 +227,7 @@ class Transfer:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._failed.items())
             raise BackendUnavailableError(f"no backend can do it ({reasons or 'none is available'})")
         if self._selector is None or not self._chooses:
-            return Choice(self._left[0], "asked for")
+            return Choice(self._left[0], self._reason)
         default = self._default if self._default in self._left else None
         contenders = [name for name in self._left if name not in self._fallbacks] or self._left
         can = self._can or (lambda name: True)

@@ -110,7 +110,7 @@ def write_extent(
         directory,
         part.nbytes,
         Context("write", part.device),
-        registry.names_with_slots(),
+        registry.names_with_slots,
         learn=False,  # other ranks write to the same disk
     )
     write = partial(_write_by, part=part, fd=fd, begin=extent[0])

@@ -24,7 +24,6 @@ from fastensor.checkpoint.reading.request import Loaded, LoadRequest, check_argu
 from fastensor.checkpoint.report import LoadReport, warn_unverified
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, caught_as
 from fastensor.files.arguments import checks_keywords
-from fastensor.select.current import explores
 from fastensor.select.transfer import BackendChoice, check_choice
 
 
@@ -144,8 +143,7 @@ def load_with_report(
     started = time.perf_counter()
     check_arguments(map_location, keys, into, mmap=mmap, verify=verify)
     check_choice(backend)
-    is_restricted(weights_only)  # these two raise where the environment says what cannot be
-    explores()
+    is_restricted(weights_only)  # raises where the environment says what cannot be
     names = listed(keys)
     with _bringing(into, verify) as bring, reporting(progress) as tell:
         meter = None if progress is None else Meter(tell)

@@ -120,7 +120,7 @@ class LocalFile:
         context = Context("read", options.device, warm=self.resident_fraction >= RESIDENT_FRACTION)
         learned_as = self.nbytes if nbytes >= _NEARLY_ALL * self.nbytes else nbytes
         learn = options.learn and bool(order)
-        transfer = Transfer.of_file(options.backend, self.path, learned_as, context, registry.names(), learn=learn)
+        transfer = Transfer.of_file(options.backend, self.path, learned_as, context, registry.names, learn=learn)
         reader = transfer.run(
             lambda backend: backend.open_reader(self._fd, self.nbytes, order), partial(record_fallback, fallbacks)
         )

@@ -358,7 +358,7 @@ def write_by_backend(
             os.path.dirname(new.path),
             source.nbytes,
             Context("write", source.device, warm=not durable),
-            registry.names(),
+            registry.names,
             learn=durable and not source.throttled,  # an unsynced write ends in the page cache
             can=partial(can_write, source=source),
         )
