@@ -25,32 +25,26 @@ _BLOCK_NBYTES = 512
 
 @dataclass(slots=True, eq=False)
 class _PendingClose:
-    """A descriptor that is to be closed once, by the first thread that asks."""
+    """A descriptor that is to be closed once, by the first thread that asks. Others wait until that is done."""
 
     fd: int
     inode: tuple[int, int]
     """Device and inode number of the file."""
     freeing: Freeing
-    _claimed: threading.Lock = field(default_factory=threading.Lock)
-    _done: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> None:
-        """Close the descriptor, unless another thread does."""
-        if not self._claimed.acquire(blocking=False):
-            return
-        started = time.perf_counter()
-        try:
-            posix.close_read_only(self.fd)
-        finally:  # else other threads would wait for ever
-            self.freeing.seconds = time.perf_counter() - started
-            with contextlib.suppress(ValueError):  # in a forked child, none is pending
-                _pending.remove(self)
-            self._done.set()
-
-    def finish(self) -> None:
         """Close the descriptor, or wait for the thread that closes it."""
-        self.run()
-        self._done.wait()
+        with self._lock:
+            if self.freeing.seconds is not None:
+                return
+            started = time.perf_counter()
+            try:
+                posix.close_read_only(self.fd)
+            finally:  # else another thread would close what has this number by now
+                self.freeing.seconds = time.perf_counter() - started
+                with contextlib.suppress(ValueError):  # in a forked child, none is pending
+                    _pending.remove(self)
 
 
 _pending: list[_PendingClose] = []
@@ -85,7 +79,7 @@ def freeing_afterwards(path: str) -> Iterator[Freeing]:
 def wait_for_space() -> None:
     """Return when the space of all files replaced or removed so far in this process has been freed."""
     for job in list(_pending):
-        job.finish()
+        job.run()
 
 
 def _forget() -> None:
