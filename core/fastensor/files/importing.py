@@ -73,10 +73,11 @@ def _is_mentioned_in(folder: str, group: bytes) -> bool:
         return True  # an archive
     except OSError:
         return False  # Python finds no package there either
-    return any(group in _content(f"{package}/entry_points.txt") for package in packages)
+    return any(group in content_of(f"{package}/entry_points.txt") for package in packages)
 
 
-def _content(path: str) -> bytes:
+def content_of(path: str) -> bytes:
+    """The bytes of a small file; none if it cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:
             return file.readall()

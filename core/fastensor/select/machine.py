@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
+from fastensor.files.importing import content_of
 from fastensor.version import VERSION
 
 _KVIKIO = ("kvikio", "kvikio-cu12", "kvikio-cu13")
@@ -249,7 +250,4 @@ def _number(path: Path) -> int:
 
 def _read(path: Path) -> str:
     """The text of a small file; empty if it cannot be read."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
+    return content_of(str(path)).decode(errors="replace").strip()
