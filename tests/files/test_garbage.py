@@ -63,8 +63,7 @@ def test_loads_and_lists_of_many_tensors_leave_it_on(tmp_path: Path, name: str) 
     assert all(torch.equal(found[key], value) for key, value in state.items())
     assert len(fastensor.inspect(tmp_path / name).tensors) == 1500
     assert gc.isenabled()
-    damaged = bytearray((tmp_path / name).read_bytes())
-    damaged[len(damaged) // 2] ^= 1
+    damaged = (tmp_path / name).read_bytes().replace(state["1499"].numpy().tobytes(), bytes(24))
     (tmp_path / name).write_bytes(damaged)
     with pytest.raises(fastensor.CorruptCheckpointError):
         fastensor.load(tmp_path / name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, Self
 
@@ -128,14 +128,14 @@ class Key(NamedTuple):
     bucket: int
 
 
+@dataclass(slots=True)
 class Entry:
     """The timings of one key."""
 
-    def __init__(self, serial: int = 0) -> None:
-        self.timings: dict[str, Timing] = {}
-        """Timings by backend."""
-        self.serial = serial
-        """Rank in the order of changes: the latest changed entry has the largest."""
+    timings: dict[str, Timing] = field(default_factory=dict)
+    """Timings by backend."""
+    serial: int = 0
+    """Rank in the order of changes: the latest changed entry has the largest."""
 
     @property
     def best(self) -> str | None:

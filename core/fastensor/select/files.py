@@ -25,7 +25,6 @@ from platformdirs import user_cache_path
 
 from fastensor.files import posix
 from fastensor.files.afterwards import do_afterwards
-from fastensor.files.atomic import replace_contents
 from fastensor.files.forks import in_children
 from fastensor.select.dictionary import Change, Dictionary, DictionaryError
 from fastensor.select.machine import digest, identity
@@ -148,6 +147,8 @@ class DictionaryFile:
         Raises:
             OSError: the file, its folder or its lock cannot be read or written. Nothing was added.
         """
+        from fastensor.files.atomic import replace_contents  # the first load needs nothing of it
+
         path = Path(os.path.realpath(self.path))
         os.makedirs(path.parent, exist_ok=True)
         with _locked(path):

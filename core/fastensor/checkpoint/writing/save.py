@@ -5,14 +5,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, get_args
 
 import torch
 
 from fastensor.backends import registry
 from fastensor.backends.registry import Fallback, record_fallback
 from fastensor.checkpoint.location import Location, name_of
-from fastensor.checkpoint.progress import Progress, reporting
 from fastensor.checkpoint.report import SaveReport
 from fastensor.checkpoint.writing.save_transaction import (
     ByTorch,
@@ -28,6 +27,9 @@ from fastensor.select.transfer import BackendChoice
 from fastensor.stitch import safetensors, torch_zip  # here, since a signal handler may interrupt a later import
 from fastensor.stitch.signatures import is_safetensors_name
 from fastensor.stitch.source import Plan
+
+if TYPE_CHECKING:
+    from fastensor.checkpoint.progress import Progress
 
 DEFAULT_PROTOCOL = 2
 """The pickle protocol that ``torch.save`` uses."""
@@ -136,6 +138,8 @@ def save(
     transaction, plan = settings.prepare(obj, path)
     if progress is None:
         return transaction.run(plan)
+    from fastensor.checkpoint.progress import reporting  # few programs want to know
+
     with reporting(progress) as report:
         return transaction.run(_watched(plan, report))
 
