@@ -399,7 +399,8 @@ def test_small_files_are_moved_by_the_rule_and_nothing_is_learned(tmp_path: Path
         "print(saved.backend, saved.reason, loaded.backend, loaded.reason, 'fastensor.select.selector' in sys.modules)"
     )
     variables = {"FASTENSOR_DICTIONARIES": str(tmp_path / "dictionaries")}
-    assert run("-c", code, tmp_path / name, cold=True, **variables).stdout.strip() == "numpy by size numpy by size False"
+    shown = run("-c", code, tmp_path / name, cold=True, **variables).stdout
+    assert shown.strip() == "numpy by size numpy by size False"
     assert not (tmp_path / "dictionaries").exists()
     for given in (True, False):
         selector = Selector()
