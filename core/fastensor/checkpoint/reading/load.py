@@ -98,7 +98,8 @@ def load(
     64 KiB that are neighbours in the file share memory of up to 1 MiB, the first of them with the file's pickle if that
     is as small; it goes with the last of them. Tensors of
     ``into`` that share memory, if the file has each of them, are compared on the host before. The backend
-    ``direct`` leaves the page cache alone; the others fill it.
+    ``direct`` leaves the page cache alone; the others fill it. While a thousand tensors or more are made, the garbage
+    collector of Python pauses in all threads.
 
     >>> import os, tempfile, torch, fastensor
     >>> path = os.path.join(tempfile.mkdtemp(), "model.ckpt")
