@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -84,8 +85,22 @@ class _ShardedSave:
         Raises:
             Exception: what this rank has failed with, or another one. Nothing is left of the save then.
         """
-        try:
+        with self._or_nothing():
             self.agreement.together(do, f"{self.path} was not saved")
+
+    def total(self, number: int) -> int:
+        """The sum of the numbers of all ranks.
+
+        Raises:
+            CheckpointWriteError: a rank cannot be reached. Nothing is left of the save then.
+        """
+        with self._or_nothing():
+            return self.agreement.total(number, f"{self.path} was not saved")
+
+    @contextmanager
+    def _or_nothing(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             if self.is_first:
                 self.directory.discard()
@@ -246,9 +261,11 @@ class ShardedCheckpoints:
         """
         if copies:
             saving.together(partial(_call_all, copies))
+        storage = None if saving.options.asynchronous else self._storage  # copies share nothing
+        shared = saving.total(0 if storage is None else storage.shared_nbytes)
         self._publish(saving)
         if saving.is_first:
-            self._report(saving, stall_seconds)
+            self._report(saving, stall_seconds, shared)
 
     def _publish(self, saving: _ShardedSave) -> None:
         """Give the checkpoint its place, where machines have the same filesystem, and where each has its own."""
@@ -261,7 +278,7 @@ class ShardedCheckpoints:
         saving.together(lambda: publish() if saving.is_first else None)
         saving.together(lambda: publish() if saving.is_first_of_machine and directory.is_there else None)
 
-    def _report(self, saving: _ShardedSave, stall_seconds: float) -> None:
+    def _report(self, saving: _ShardedSave, stall_seconds: float, shared_nbytes: int) -> None:
         seconds = time.perf_counter() - saving.started
         report = fastensor.SaveReport(
             path=saving.path,
@@ -276,6 +293,7 @@ class ShardedCheckpoints:
             publish_seconds=0.0,
             seconds=seconds,
             stall_seconds=stall_seconds if saving.options.asynchronous else seconds,
+            shared_nbytes=shared_nbytes,
         )
         self._plugin._notify(report, saving.step)
 

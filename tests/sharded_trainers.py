@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 Rank = Callable[[Any, int, Path], Any]
 
 
-def make_module(pl: Any) -> Any:
+def make_module(pl: Any, width: int = 14) -> Any:
     """A model of 3 layers. Their sizes are odd, so that the shards of ranks differ."""
 
     class Module(pl.LightningModule):  # type: ignore[misc]
@@ -35,7 +35,7 @@ def make_module(pl: Any) -> Any:
             if self.layers is not None:
                 return
             torch.manual_seed(1)
-            self.layers = nn.Sequential(nn.Linear(5, 14), nn.ReLU(), nn.Linear(14, 7), nn.Linear(7, 3))
+            self.layers = nn.Sequential(nn.Linear(5, width), nn.ReLU(), nn.Linear(width, 7), nn.Linear(7, 3))
             mesh = self.device_mesh
             if mesh is None:  # FSDP 1 wraps the layers
                 return

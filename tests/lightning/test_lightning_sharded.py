@@ -27,6 +27,7 @@ from sharded_trainers import (
     start,
     values_of,
 )
+from sharing import SharingDisk
 from torch.distributed.checkpoint import FileSystemReader
 
 import fastensor
@@ -81,6 +82,20 @@ def train(pl: Any, rank: int, folder: Path) -> Any:
         seen["validated"] = calls.since()
         assert scores[0] == scores[1] == scores[2]
     return seen, expected
+
+
+def share(pl: Any, rank: int, folder: Path) -> Any:
+    """A checkpoint is saved twice where files can share blocks. What this rank shares, and what is said."""
+    disk = SharingDisk(pytest.MonkeyPatch())
+    plugin = FastensorCheckpointIO()
+    trainer = make_trainer(pl, folder, plugin, enable_checkpointing=False, max_epochs=1)
+    trainer.fit(make_module(pl, width=100_000), loader())
+    said = []
+    for number in range(2):
+        trainer.save_checkpoint(folder / str(number))
+        if plugin.last_save is not None:
+            said.append([plugin.last_save.nbytes, plugin.last_save.shared_nbytes])
+    return disk.nbytes, said
 
 
 def on_one_rank(pl: Any, rank: int, folder: Path) -> Any:
@@ -344,6 +359,14 @@ def check_asynchronous_failures(pl: Any, rank: int, folder: Path) -> None:
 
     options = {"callbacks": [CheckpointMonitor(), During(pl, 3, save).callback], "enable_checkpointing": False}
     fit(pl, folder, plugin, **options)
+
+
+def test_reports_say_what_all_ranks_share(tmp_path: Path) -> None:
+    (shared, said), (others, _) = run(share, tmp_path)
+    assert min(shared, others) > 1_000_000
+    ((_, nothing), (nbytes, found)) = said
+    assert nothing == 0
+    assert 0.9 * nbytes < found == shared + others <= nbytes
 
 
 def test_two_ranks_save_asynchronously(tmp_path: Path) -> None:

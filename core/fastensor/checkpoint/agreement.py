@@ -95,6 +95,14 @@ class Agreement:
             raise error(f"{what}: a process cannot be reached: {broken}") from broken
         return texts
 
+    def total(self, number: int, what: str) -> int:
+        """The sum of the numbers of all processes.
+
+        Raises:
+            CheckpointWriteError: as :meth:`gather`.
+        """
+        return sum(int(text or 0) for text in self.gather(str(number), what))
+
     def together(self, do: Callable[[], None], what: str, error: type[FastensorError] = CheckpointWriteError) -> None:
         """Do something in all processes. Returns when all have done it.
 

@@ -169,6 +169,8 @@ class FastensorStorageWriter(InDirectory, FileSystemWriter):
         self.share_unchanged = share_unchanged
         self._storage_options = storage_options
         self._begun: _Begun | None = None
+        self._shared: list[int] = []
+        """Bytes that each file of the latest save shares."""
         self._thread = 0
         """The thread of the save that began last. Each save calls the writer from one thread."""
         self._stager: StateDictStager | None = None
@@ -181,6 +183,11 @@ class FastensorStorageWriter(InDirectory, FileSystemWriter):
     @shown
     def __repr__(self) -> str:
         return f" of {self._directory.path!r}: backend {self.backend!r}"
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of the latest save that this rank has not written, because they have not changed."""
+        return sum(self._shared)
 
     def _move_to(self, path: str | os.PathLike[str]) -> None:
         super()._move_to(path)
@@ -261,6 +268,7 @@ class FastensorStorageWriter(InDirectory, FileSystemWriter):
         """
         directory = self._directory
         files = self._files(plan)
+        self._shared = []
         wait_for_space()
         write = partial(self._write_file, planner)
         try:
@@ -375,6 +383,7 @@ class FastensorStorageWriter(InDirectory, FileSystemWriter):
             with blocks.writing() as new:
                 transfer, checksums = write_contents(rest, new, [], write)
         transfer.done(time.perf_counter() - transfer.started)
+        self._shared.append(blocks.nbytes)
         checksums = blocks.remember(checksums)
         return checksums if len(checksums) == len(plan.storages) else None
 
