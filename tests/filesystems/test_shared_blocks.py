@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import random
+import shutil
 import signal
 import struct
 import subprocess
@@ -15,6 +16,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import sharing
 import torch
 from disk_images import CannotMountError, find_program, mounted
 from disks import leftovers
+from killer import Killer
 from programs import Program
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
@@ -35,6 +38,7 @@ from fastensor.checkpoint.writing import shared_blocks
 from fastensor.cli.checkup.folder import examine, facts
 from fastensor.files import posix
 from fastensor.select.machine import identity
+from fastensor.testing.calls import intercepted
 
 NUMEL = 1_000_000
 NBYTES = 4 * NUMEL
@@ -190,6 +194,75 @@ def test_models_in_several_files_share(folder: Path, state: dict[str, torch.Tens
         fastensor.save_sharded(state, folder / "model", shard_nbytes=3 * NBYTES)
         sharing.assert_same(fastensor.load_sharded(folder / "model"), state)
     assert used_nbytes(folder) - before < 2 * NBYTES
+
+
+class Tuned(torch.nn.Module):
+    """A model whose parameters are the tensors of a state, of which one trains."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, one in state.items():
+            self.register_parameter(name, torch.nn.Parameter(one, requires_grad=name == "trained"))
+
+
+def check_model(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    sharing.assert_same(fastensor.load_sharded(folder, verify=True), state)
+    for file in folder.glob("*.safetensors"):
+        assert safetensors.torch.load_file(file).keys() <= state.keys()
+    assert not leftovers(folder)
+
+
+def test_links_of_what_does_not_train(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    model = Tuned(state)
+    fastensor.save_sharded(model, folder / "0", share_unchanged="link")
+    for number in range(1, 4):
+        state["trained"].add_(1)
+        before = used_nbytes(folder)
+        report = fastensor.save_sharded(model, folder / str(number), share_unchanged="link")
+        assert 8 * NBYTES < report.shared_nbytes < 8.1 * NBYTES
+        assert used_nbytes(folder) - before < 2 * NBYTES
+        check_model(folder / str(number), state)
+    assert sorted(one.stat().st_nlink for one in (folder / "3").glob("*.safetensors")) == [1, 4]
+    shutil.rmtree(folder / "0")
+    check_model(folder / "3", state)
+
+
+def test_blocks_are_shared_where_a_file_is_not_linked(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    model = Tuned(state)
+    fastensor.save_sharded(model, folder / "0", share_unchanged="link")
+    state["frozen3"].add_(1)
+    report = fastensor.save_sharded(model, folder / "1", share_unchanged="link")
+    assert 7.9 * NBYTES < report.shared_nbytes <= 8 * NBYTES
+    check_model(folder / "1", state)
+    assert {one.stat().st_nlink for one in (folder / "1").glob("*.safetensors")} == {1}
+
+
+@pytest.mark.crash
+def test_a_save_by_links_that_is_killed_before_the_nth_call(folder: Path, tally: Counter[str]) -> None:
+    state = {name: torch.randn(1000) for name in ("frozen", "trained")}
+    model = Tuned(state)
+    for fatal in count(1):
+        fastensor.save_sharded(model, folder / "other", share_unchanged="link", durable=False)
+        fastensor.save_sharded(model, folder / "model", share_unchanged="link", durable=False)
+        before = {name: one.clone() for name, one in state.items()}
+        state["trained"].add_(1)
+        pid = os.fork()
+        if pid == 0:
+            with intercepted(Killer(fatal, ("pwrite", "rename", "link", "unlink", "fsync"))):
+                fastensor.save_sharded(model, folder / "model", share_unchanged="link")
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        left = fastensor.load_sharded(folder / "model", verify=True)
+        assert torch.equal(left["frozen"], state["frozen"])
+        assert torch.equal(left["trained"], before["trained"]) or torch.equal(left["trained"], state["trained"])
+        sharing.assert_same(fastensor.load_sharded(folder / "other", verify=True), before)
+        fastensor.save_sharded(model, folder / "model", share_unchanged="link", durable=False)
+        check_model(folder / "model", state)
+        tally["killed while files are linked"] += code != 0
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    assert fatal > 6
 
 
 def test_the_doctor_says_that_files_can_share_blocks(folder: Path) -> None:

@@ -54,7 +54,8 @@ class SaveReport:
     wait_seconds: float = 0.0
     """The part of ``write_seconds`` in which the save waited for the space of replaced files to be freed."""
     shared_nbytes: int = 0
-    """Bytes that were not written, because the file shares blocks that have not changed with an earlier one."""
+    """Bytes that were not written, because they have not changed: the file shares them with an earlier one, by its
+    blocks or as a hard link."""
     freeing: Freeing = field(default_factory=Freeing, compare=False, repr=False)
     """The work left when the save was done: a thread frees the space of the replaced file. That keeps the disk busy,
     and the next save waits for it."""

@@ -98,7 +98,7 @@ class NewFile:
         if not self._names:
             if self._link(self.path):
                 return
-            _claim(self.path, self._link)
+            self._link_hidden()
         if not leads_to(self._names[-1], self.fd):
             what = "it was removed or replaced, perhaps by another machine, which does not see our locks"
             raise OSError(errno.ESTALE, what, self._names[-1])
@@ -160,6 +160,10 @@ class NewFile:
             except BaseException:
                 posix.close_read_only(self.fd)
                 raise
+
+    def _link_hidden(self) -> None:
+        """Give the file the first hidden name for the target that no living process has."""
+        _claim(self.path, self._link)
 
     def _link(self, name: str) -> bool:
         """Give the file a name. Returns False if another file has the name."""

@@ -166,7 +166,7 @@ def test_trust_compares_samples_and_names_the_tensor(tmp_path: Path, disk: Shari
 
 @pytest.mark.parametrize("value", ["Trust", None, 1, "yes"])
 def test_a_wrong_choice(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(ValueError, match="share_unchanged is True, False or 'trust', found"):
+    with pytest.raises(ValueError, match="share_unchanged is True, False, 'trust' or 'link', found"):
         fastensor.save({}, tmp_path / "x.ckpt", share_unchanged=value)
 
 

@@ -28,7 +28,7 @@ from fastensor.checkpoint.models.into import (
 )
 from fastensor.checkpoint.models.names import resolve
 from fastensor.checkpoint.models.sharded import SHARD_NBYTES, check_holds, files_behind, write_sharded
-from fastensor.checkpoint.models.ties import copies_of
+from fastensor.checkpoint.models.ties import copies_of, frozen_among
 from fastensor.checkpoint.progress import Meter, Progress, reporting, tell_part
 from fastensor.checkpoint.reading.load import load
 from fastensor.checkpoint.reading.placement import MapLocation
@@ -36,6 +36,7 @@ from fastensor.checkpoint.reading.request import LoadRequest, check_arguments, i
 from fastensor.checkpoint.report import SaveReport, warn_unverified
 from fastensor.checkpoint.tools.cataloged import open_files
 from fastensor.checkpoint.writing.save import save
+from fastensor.checkpoint.writing.save_transaction import ShareOrLink, check_share_unchanged
 from fastensor.errors import CorruptCheckpointError, UnknownKeyError, UnsupportedContentError
 from fastensor.files.arguments import as_nbytes, check_flags, checks_keywords
 from fastensor.select.transfer import BackendChoice, check_choice
@@ -52,6 +53,7 @@ def save_sharded(
     checksums: bool = True,
     backend: BackendChoice = registry.AUTO,
     durable: bool = True,
+    share_unchanged: ShareOrLink = True,
     progress: Progress | None = None,
 ) -> SaveReport:
     """Save a model as ``save_pretrained`` does: in ``model-00001-of-0000N.safetensors`` and their index, or in
@@ -75,6 +77,10 @@ def save_sharded(
         checksums: as for :func:`fastensor.save`. Without them all files are byte for byte those of ``save_pretrained``
             when the folder is new.
         backend, durable: as for :func:`fastensor.save`.
+        share_unchanged: as for :func:`fastensor.save`. With ``"link"``, parameters that require no gradient are in
+            files of their own, each of which is a hard link to the one that this process has saved last, in whatever
+            folder, if nothing in it has changed. That is for folders whose files are replaced, and never edited in
+            place: such an edit would be in all models that have the file.
         progress: called after every few MiB with the bytes of all tensors that are on their way to the disk, and to be
             saved.
 
@@ -84,6 +90,8 @@ def save_sharded(
     Raises:
         CheckpointWriteError: another writer saves to the folder, or the operating system refused an operation. The old
             model is there, or the message says that the new one is.
+        ValueError: ``share_unchanged`` is ``"link"``, and the tensors do not say which of them are parameters that
+            require no gradient, or ``checksums`` is False.
         UnsupportedContentError: a safetensors file cannot hold the tensors: they overlap, none of them holding the
             others, or something is no dense tensor.
 
@@ -98,6 +106,7 @@ def save_sharded(
     largest = as_nbytes(shard_nbytes, "shard_nbytes", at_least=1)
     check_choice(backend)
     check_flags(checksums=checksums, durable=durable)
+    check_share_unchanged(share_unchanged, "link")
     if not isinstance(state, Mapping | nn.Module):
         raise TypeError(f"state is a dict from names to tensors, or a model, found one of type {type(state).__name__}")
     if isinstance(locate(folder), RemotePath):
@@ -106,8 +115,14 @@ def save_sharded(
             f"a URL; save it to a directory, and copy that"
         )
     about = {}
+    parameters = _parameters(state)
+    if share_unchanged == "link" and not (parameters and checksums):
+        raise ValueError(
+            "share_unchanged='link' needs checksums, and parameters, which say whether they require gradients, found "
+            f"checksums={checksums} and {len(parameters)} parameters: give the model, or state_dict(keep_vars=True)"
+        )
     if isinstance(state, nn.Module):
-        about["total_parameters"] = sum(parameter.numel() for parameter in state.parameters())
+        about["total_parameters"] = sum(parameter.numel() for parameter in parameters)
         state = state.state_dict()
     for name, one in state.items():
         if not isinstance(one, torch.Tensor):
@@ -118,6 +133,7 @@ def save_sharded(
     tensors = {name: one for name, one in state.items() if name not in left_out}
     sizes = {name: one.nbytes for name, one in tensors.items()}
     total = sum(sizes.values())
+    apart = frozen_among(tensors, parameters) if share_unchanged == "link" else set()
     before = 0
     with reporting(progress) as tell:
 
@@ -125,17 +141,26 @@ def save_sharded(
             nonlocal before
             begun, before = before, before + sum(sizes[name] for name in names)
             end = before
-            return save(
+            report = save(
                 {name: tensors[name].contiguous() for name in names},
                 path,
                 metadata=with_format(metadata or {}),
                 checksums=checksums,
                 backend=backend,
                 durable=durable,
+                share_unchanged=True if share_unchanged == "link" and not apart.issuperset(names) else share_unchanged,
                 progress=None if progress is None else lambda done, _: tell(min(begun + done, end), total),
             )
+            if progress is not None and report.shared_nbytes == report.nbytes:
+                tell(end, total)  # nothing was written
+            return report
 
-        return write_sharded(folder, sizes, largest, write, durable=durable, replaces=True, about=about)
+        return write_sharded(folder, sizes, largest, write, durable=durable, replaces=True, apart=apart, about=about)
+
+
+def _parameters(state: Mapping[str, Any] | nn.Module) -> list[nn.Parameter]:
+    values = state.parameters() if isinstance(state, nn.Module) else state.values()
+    return [one for one in values if isinstance(one, nn.Parameter)]
 
 
 @checks_keywords

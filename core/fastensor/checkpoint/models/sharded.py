@@ -232,6 +232,7 @@ def write_sharded(
     *,
     durable: bool,
     replaces: bool = False,
+    apart: Container[str] = (),
     about: Mapping[str, int] | None = None,
 ) -> SaveReport:
     """Write tensors as the shards of a model, and their index when all shards are there.
@@ -245,6 +246,7 @@ def write_sharded(
         write: writes the tensors with these names into the file at a path, atomically.
         durable: sync the index and the folder.
         replaces: whether a model in the folder is replaced; if not, there must be none. Other files in it are kept.
+        apart: names of tensors that share no file with others.
         about: numbers for the ``metadata`` of the index, beside ``total_size``.
 
     Returns:
@@ -262,16 +264,46 @@ def write_sharded(
         if not replaces:
             with write_errors(path, "cannot save"):
                 _check_is_free(Path(path))
-        shards = split(sizes, shard_nbytes)
-        names = _names(len(shards), _used_in(path))
-        reports = [write(os.path.join(path, name), shard) for name, shard in zip(names, shards, strict=True)]
-        if len(shards) > 1:
-            places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-            metadata = {**(about or {}), "total_size": sum(sizes.values())}
-            _write_index(os.path.join(path, _INDEX), places, metadata, durable=durable)
-        with write_errors(path, "the new model is there, but the old one could not be removed"):
-            _remove_replaced(path, set(names), durable=durable)
+        shards = new_shards(path, sizes, shard_nbytes, apart)
+        reports = [write(os.path.join(path, name), tensors) for name, tensors in shards.items()]
+        complete(path, shards, {**(about or {}), "total_size": sum(sizes.values())}, durable=durable)
     return _joined(path, reports)
+
+
+def new_shards(
+    folder: str, sizes: Mapping[str, int], shard_nbytes: int, apart: Container[str] = ()
+) -> dict[str, list[str]]:
+    """The files of a new model, by names that the model in a folder does not use, and the tensors of each.
+
+    Args:
+        folder: an absolute path.
+        sizes, shard_nbytes, apart: as for :func:`write_sharded`.
+
+    Raises:
+        CheckpointWriteError: it is not known which names are used.
+    """
+    shards = split(sizes, shard_nbytes, apart)
+    return dict(zip(_names(len(shards), _used_in(folder)), shards, strict=True))
+
+
+def complete(folder: str, shards: Mapping[str, Sequence[str]], metadata: Mapping[str, int], *, durable: bool) -> None:
+    """Write the index of shards that are all there, if they are several, and remove the model that was there before.
+
+    Args:
+        folder: an absolute path.
+        shards: as :func:`new_shards` gives them.
+        metadata: numbers for the index.
+        durable: as for :func:`write_sharded`. The shards are durable, too.
+
+    Raises:
+        CheckpointWriteError: the index could not be written, so that the old model is there; or the message says that
+            the new one is.
+    """
+    if len(shards) > 1:
+        places = {tensor: name for name, tensors in shards.items() for tensor in tensors}
+        _write_index(os.path.join(folder, _INDEX), places, metadata, durable=durable)
+    with write_errors(folder, "the new model is there, but the old one could not be removed"):
+        _remove_replaced(folder, {*shards}, durable=durable)
 
 
 @contextmanager
@@ -303,13 +335,18 @@ def _check_is_free(folder: Path) -> None:
         )
 
 
-def split(sizes: Mapping[str, int], shard_nbytes: int) -> list[list[str]]:
+def split(sizes: Mapping[str, int], shard_nbytes: int, apart: Container[str] = ()) -> list[list[str]]:
     """The names of the tensors of each shard, as ``save_pretrained`` splits them: a larger tensor has a shard of its
-    own, which comes before the one that is being filled.
+    own, which comes before the one that is being filled. What is ``apart`` comes last, in shards of its own.
 
     >>> split({"a": 4, "b": 3, "c": 9, "d": 1}, 7)
     [['c'], ['a', 'b'], ['d']]
+    >>> split({"a": 4, "b": 3, "c": 9, "d": 1}, 7, {"a"})
+    [['c'], ['b', 'd'], ['a']]
     """
+    groups = [{name: nbytes for name, nbytes in sizes.items() if (name in apart) == last} for last in (False, True)]
+    if all(groups):
+        return [shard for group in groups for shard in split(group, shard_nbytes)]
     shards: list[list[str]] = []
     current: list[str] = []
     filled = 0
@@ -408,5 +445,6 @@ def _joined(path: str, reports: Sequence[SaveReport]) -> SaveReport:
         seconds=total("seconds"),
         stall_seconds=total("stall_seconds"),
         wait_seconds=total("wait_seconds"),
+        shared_nbytes=total("shared_nbytes"),
         fallbacks=tuple(dict.fromkeys(fallback for report in reports for fallback in report.fallbacks)),
     )

@@ -88,6 +88,20 @@ def copies_of(tensors: Mapping[str, torch.Tensor], *, keep: Literal["first", "le
     return left_out
 
 
+def frozen_among(tensors: Mapping[str, torch.Tensor], parameters: Iterable[torch.nn.Parameter]) -> set[str]:
+    """The names of tensors whose memory is of parameters that do not train, and of none that does.
+
+    >>> frozen, trained = torch.nn.Parameter(torch.ones(1), requires_grad=False), torch.nn.Parameter(torch.ones(1))
+    >>> frozen_among({"a": frozen.detach(), "b": trained, "c": torch.ones(1)}, [frozen, trained])
+    {'a'}
+    """
+    storages: dict[bool, set[int]] = {True: set(), False: set()}
+    for one in filter(has_own_memory, parameters):
+        storages[one.requires_grad].add(one.untyped_storage()._cdata)
+    frozen = storages[False] - storages[True]
+    return {name for name, one in tensors.items() if has_own_memory(one) and one.untyped_storage()._cdata in frozen}
+
+
 def covered_by(names: Iterable[str], written: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> set[str]:
     """The names of tensors that lie within the memory of a tensor which is written.
 

@@ -1,4 +1,5 @@
-"""Outputs of a save: a new file that replaces the target, or a stream that is written from front to back.
+"""Outputs of a save: a new file, or an earlier one, that replaces the target; or a stream that is written from front to
+back.
 
 Every output is used in one order: :meth:`~StreamOutput.begin`, :meth:`~StreamOutput.write_at`,
 :meth:`~StreamOutput.end`, :meth:`~StreamOutput.replace`; and :meth:`~StreamOutput.close`, whatever happens. One thread
@@ -21,7 +22,7 @@ from fastensor.checkpoint.report import Freeing
 from fastensor.checkpoint.writing.freeing import freeing_afterwards
 from fastensor.errors import CheckpointWriteError, caught_as
 from fastensor.files import posix
-from fastensor.files.atomic import NewFile
+from fastensor.files.atomic import NewFile, leads_to
 from fastensor.files.os_errors import kept_at
 from fastensor.files.words import human_size
 
@@ -64,6 +65,39 @@ class Replacement(NewFile):
         with freeing_afterwards(self.path) if free_later and is_large else nullcontext(Freeing()) as freeing:
             self.publish(durable=durable)
         return freeing
+
+
+class Link(Replacement):
+    """An earlier file, which gets the target's name beside its own. Nothing is written to it.
+
+    Args:
+        path: of the target.
+        fd: of the earlier file, which the caller closes.
+
+    Raises:
+        FileExistsError: the target is another file, whose owner and rights the earlier one may not have.
+        OSError: the filesystem refuses the name, or other work has locked the file.
+    """
+
+    why = "nothing in it has changed, so it is a hard link to an earlier file"
+
+    def __init__(self, path: str, fd: int) -> None:
+        self.path, self.fd, self.published, self._names = path, os.dup(fd), False, []
+        try:
+            if os.path.lexists(path) and not leads_to(path, fd):
+                raise FileExistsError(errno.EEXIST, "another file is to be replaced", path)
+            self._link_hidden()  # before the lock, which would keep what a killed process has left
+            if not (posix.try_lock(self.fd) and leads_to(self._names[-1], self.fd)):
+                raise BlockingIOError(errno.EAGAIN, "other work has locked the earlier file", path)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_name(self) -> None:
+        if leads_to(self.path, self.fd):  # rename does nothing between two names of one file
+            self._remove()
+        else:
+            super()._take_name()
 
 
 class StreamOutput(ABC):
@@ -135,7 +169,7 @@ class InPlace(StreamOutput):
         why_not_replaced: empty if the file is empty, so that a replacement would protect nothing.
 
     Raises:
-        OSError: the file may not be written.
+        OSError: the file may not be written, or has contents and other names, in which they are to stay.
         BlockingIOError: the file is locked: another process, thread or save may be writing to it.
     """
 
@@ -155,6 +189,12 @@ class InPlace(StreamOutput):
             self.nbytes = status.st_size
             """Size of the old contents."""
             self.has_name = status.st_nlink > 0
+            if why_not_replaced and self.is_synced and self.nbytes and status.st_nlink > 1:
+                raise OSError(
+                    errno.EMLINK,
+                    f"it has other names (hard links), in which the new contents would appear, too, for it can only be "
+                    f"written in place: {why_not_replaced}; save under another name",
+                )
         except BaseException:
             posix.close_read_only(self.fd)
             raise

@@ -17,7 +17,7 @@ from fastensor.checkpoint.writing.save_transaction import (
     ByTorch,
     Planner,
     SaveTransaction,
-    ShareUnchanged,
+    ShareOrLink,
     Writer,
     check_share_unchanged,
 )
@@ -49,7 +49,7 @@ def save(
     follow_symlinks: bool = True,
     pickle_module: Any = pickle,
     pickle_protocol: int = DEFAULT_PROTOCOL,
-    share_unchanged: ShareUnchanged = True,
+    share_unchanged: ShareOrLink = True,
     progress: Progress | None = None,
 ) -> SaveReport:
     """Save an object as ``torch.save`` does, atomically, durably, with checksums, at the speed of the disk.
@@ -74,7 +74,7 @@ def save(
             so that programs that have the file open find the checkpoint in it (``tempfile.NamedTemporaryFile``); and,
             with a warning in the log, files whose place, owner or rights a new file cannot have: a file that is mounted
             by itself, a file in a directory that may not be written, a file of another user. A file that may not be
-            written is not replaced.
+            written is not replaced, and one that has contents and other hard links is not written in place.
         metadata: texts for the ``__metadata__`` of a safetensors file.
         checksums: whether a safetensors file carries CRC32s, in an additional entry of ``__metadata__`` that other
             readers ignore. As some of them refuse metadata that name no format, ``{"format": "pt"}`` is added then,
@@ -97,8 +97,10 @@ def save(
             object and torch counts no change of it (``Tensor._version``). Since nobody counts what is written through
             ``.data``, or by other libraries, the tensor is compared with the CRC32 in the old file, which reads its
             bytes once. ``"trust"`` compares only one in sixteen bytes, others each time, and tensors of which torch has
-            counted nothing yet (``.data``); it is for programs that write no tensor in such a way. False writes
-            everything.
+            counted nothing yet (``.data``); it is for programs that write no tensor in such a way. ``"link"`` is for
+            safetensors, on any filesystem with hard links: a file in which no tensor has changed at all is a hard link
+            to the earlier one, others are as with True. :func:`fastensor.save_sharded` says what that is for. False
+            writes everything.
         progress: called after every few MiB with the bytes that are on their way to the disk and the bytes of the file.
             The sync comes after that. What it raises ends the save, and the old file is kept as after any failure.
 
@@ -167,7 +169,7 @@ class SaveOptions(TypedDict, total=False):
     follow_symlinks: bool
     pickle_module: Any
     pickle_protocol: int
-    share_unchanged: ShareUnchanged
+    share_unchanged: ShareOrLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +184,11 @@ class SaveSettings:
     follow_symlinks: bool = True
     pickle_module: Any = pickle
     pickle_protocol: int = DEFAULT_PROTOCOL
-    share_unchanged: ShareUnchanged = True
+    share_unchanged: ShareOrLink = True
 
     def __post_init__(self) -> None:
         check_flags(checksums=self.checksums, durable=self.durable, follow_symlinks=self.follow_symlinks)
-        check_share_unchanged(self.share_unchanged)
+        check_share_unchanged(self.share_unchanged, "link")
 
     def prepare(
         self, obj: object, path: Location, *, write_shared: Writer | None = None
@@ -218,6 +220,11 @@ class SaveSettings:
             ValueError: arguments contradict each other.
         """
         kind = choose_container(self.container, name_of(path), self.metadata, self.checksums)
+        if self.share_unchanged == "link" and (kind == "torch" or not self.checksums):
+            raise ValueError(
+                f"share_unchanged='link' is for safetensors files with checksums, found {kind!r} and "
+                f"checksums={self.checksums}: choose True"
+            )
         return self._torch_planner(obj) if kind == "torch" else lambda fallbacks: self.plan(obj, kind)
 
     def _torch_planner(self, obj: object) -> Planner:

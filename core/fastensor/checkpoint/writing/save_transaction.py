@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
+from importlib.metadata import version
 from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, TypeAlias
 
 from fastensor.backends import registry, stream
@@ -17,7 +18,7 @@ from fastensor.checkpoint.nested import is_nested
 from fastensor.checkpoint.ordering import drop_replaced, wait_to_replace
 from fastensor.checkpoint.report import SaveReport
 from fastensor.checkpoint.writing.freeing import wait_for_space
-from fastensor.checkpoint.writing.outputs import InPlace, OpenFile, Output, Replacement, StreamOutput
+from fastensor.checkpoint.writing.outputs import InPlace, Link, OpenFile, Output, Replacement, StreamOutput
 from fastensor.checkpoint.writing.target import open_output, resolve_target
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError
 from fastensor.files import posix
@@ -50,19 +51,30 @@ Writer: TypeAlias = Callable[[Source, NewFile, list[Fallback]], tuple[Transfer, 
 """Writes the contents of a new file as :func:`write_by_backend` does."""
 
 
+_REPLACES = (0, 8)
+"""The first version of safetensors whose ``save_file`` replaces a file, and does not overwrite it."""
 ShareUnchanged: TypeAlias = bool | Literal["trust"]
 """Whether a new file shares blocks with earlier ones. ``"trust"`` takes the version counters of tensors for true, and
 compares samples only."""
+ShareOrLink: TypeAlias = ShareUnchanged | Literal["link"]
+"""With ``"link"``, a file in which nothing has changed is a hard link to the earlier one. Others share blocks."""
 
 
-def check_share_unchanged(value: object) -> None:
+def check_share_unchanged(value: object, *others: str) -> None:
     """
     Raises:
-        ValueError: the value is no :data:`ShareUnchanged`.
+        ValueError: the value is no :data:`ShareUnchanged`, and none of the ``others``; or it is ``"link"``, and the
+            installed safetensors overwrites files in place, and with them all checkpoints that have these files.
     """
-    if not isinstance(value, bool) and value != "trust":
-        hint = did_you_mean(str(value), ("trust",))
-        raise ValueError(f"share_unchanged is True, False or 'trust', found {value!r}{hint}")
+    if not isinstance(value, bool) and value not in (words := ("trust", *others)):
+        *first, last = ("True", "False", *map(repr, words))
+        hint = did_you_mean(str(value), words)
+        raise ValueError(f"share_unchanged is {', '.join(first)} or {last}, found {value!r}{hint}")
+    if value == "link" and tuple(map(int, (found := version("safetensors")).split(".")[:2])) < _REPLACES:
+        raise ValueError(
+            f"share_unchanged='link' needs safetensors 0.8, found {found}, whose save_file overwrites a file in place, "
+            f"and so every checkpoint that has it; install a newer one, or choose True"
+        )
 
 
 class SaveTransaction:
@@ -91,7 +103,7 @@ class SaveTransaction:
         durable: bool,
         follow_symlinks: bool,
         write_shared: Writer | None = None,
-        share_unchanged: ShareUnchanged = False,
+        share_unchanged: ShareOrLink = False,
     ) -> None:
         self._started = time.perf_counter()
         check_choice(backend)
@@ -181,10 +193,13 @@ class SaveTransaction:
         new = self._output
         if self._share_unchanged and self._blocks is None and isinstance(new, Replacement):
             with _saying_what_is_left(new), self._at("write"):
-                if posix.may_share_blocks(new.fd):
+                if self._share_unchanged == "link" or posix.may_share_blocks(new.fd):
                     from fastensor.checkpoint.writing.shared_blocks import share_blocks  # which few filesystems need
 
                     plan, self._blocks = share_blocks(plan, new, self._share_unchanged)
+                    if (link := self._blocks.file) is not new:
+                        self._output = link
+                        new.close()
         return plan
 
     def close(self) -> None:
@@ -291,6 +306,8 @@ class SaveTransaction:
             with file_for_torch(output.write_at) as file:
                 source.write(file)
             return None, (), "torch", _ONLY_TORCH
+        if isinstance(output, Link):
+            return None, (), "link", output.why
         if isinstance(output, Replacement) and not self._nested:
             started = time.perf_counter()
             wait_for_space()

@@ -23,7 +23,7 @@ import torch
 
 from fastensor.backends import streams
 from fastensor.backends.registry import announce
-from fastensor.checkpoint.writing.outputs import Replacement
+from fastensor.checkpoint.writing.outputs import Link, Replacement
 from fastensor.errors import StateChangedError
 from fastensor.files import posix
 from fastensor.files.new_directory import names_of
@@ -33,7 +33,7 @@ from fastensor.stitch.remainder import Remainder, remainder
 from fastensor.stitch.source import Plan
 
 if TYPE_CHECKING:
-    from fastensor.checkpoint.writing.save_transaction import ShareUnchanged
+    from fastensor.checkpoint.writing.save_transaction import ShareOrLink
 
 _LEAST_NBYTES = 256 << 10
 """Fewer bytes are written as fast as they are shared."""
@@ -125,7 +125,7 @@ class SharedBlocks:
 
     def __init__(
         self,
-        new: Replacement,
+        file: Replacement,
         parts: Sequence[_Stored],
         count: int,
         left: Remainder | None,
@@ -133,14 +133,15 @@ class SharedBlocks:
     ) -> None:
         self.nbytes = 0 if left is None else left.shared_nbytes
         """Bytes that the file shares."""
-        self._new = new
+        self.file = file
+        """The new file; or an earlier one that takes its place, so that nothing is left to be written."""
         self._parts = parts
         self._count = count
         """How many storages the whole plan has."""
         self._left = left
         """What is left to be written, without its storages; None if that is everything."""
         self._ages = ages
-        self._identity = _identity(new.fd)
+        self._identity = _identity(file.fd)
 
     @contextmanager
     def writing(self) -> Iterator[Replacement]:
@@ -150,13 +151,13 @@ class SharedBlocks:
             OSError: there is no space.
         """
         if self._left is None:
-            yield self._new
+            yield self.file
         else:
-            with closing(Replacement(self._new.path, mode=0o600)) as beside:
+            with closing(Replacement(self.file.path, mode=0o600)) as beside:
                 yield beside
                 for begin, offset, nbytes in self._left.places:
-                    posix.move_bytes(beside.fd, begin, self._new.fd, offset, nbytes)
-        self._identity = _identity(self._new.fd)
+                    posix.move_bytes(beside.fd, begin, self.file.fd, offset, nbytes)
+        self._identity = _identity(self.file.fd)
 
     def remember(self, checksums: Sequence[int]) -> Sequence[int]:
         """Note where the storages are. The new file has got its name.
@@ -171,7 +172,7 @@ class SharedBlocks:
             checksums = self._left.all_checksums(checksums)
         if len(checksums) != self._count:
             return ()
-        file = WrittenFile(names_of(self._new.path), self._identity)
+        file = WrittenFile(names_of(self.file.path), self._identity)
         for part in self._parts:
             number, copies = part.payload.storage, part.copies
             old = copies.pop(part.extent, None)
@@ -185,14 +186,14 @@ class SharedBlocks:
 
 
 def share_blocks(
-    plan: Plan, new: Replacement, how: ShareUnchanged, name_of: Callable[[int], str] | None = None
+    plan: Plan, new: Replacement, how: ShareOrLink, name_of: Callable[[int], str] | None = None
 ) -> tuple[Plan, SharedBlocks]:
-    """Give a new file blocks of earlier ones.
+    """Give a new file blocks of earlier ones, or an earlier file in its place.
 
     Args:
         plan: of the file. Its storages must not change until this returns.
         new: the file, which is empty.
-        how: whether the file shares blocks.
+        how: whether the file shares blocks, or may be an earlier one.
         name_of: the name of the tensor in a storage, by the storage's number in the plan, for messages; None if the
             plan has names.
 
@@ -204,7 +205,8 @@ def share_blocks(
         StateChangedError: ``how`` is ``"trust"``, and a storage has changed, but not its version counters, which torch
             has counted up before.
     """
-    parts = _parts_of(plan) if how and _may_share(plan, new.fd) else []
+    may_share = bool(how) and _may_share(plan, new.fd)
+    parts = _parts_of(plan, least_nbytes=1 if how == "link" else _LEAST_NBYTES) if may_share or how == "link" else []
     with ExitStack() as opened:
         found = _candidates(parts, new.fd, opened)
         trusted = {one.number for one in found if how == "trust" and one.part.is_counted}
@@ -220,7 +222,10 @@ def share_blocks(
                 raise _not_to_be_trusted(one, name_of or partial(_name_in, plan))
             one.part.copies[one.part.extent] = one.copy._replace(is_changed=True)
         left_out = {one.number for one in changed}
-        shared = _share([one for one in found if one.number not in left_out], new.fd)
+        same = [one for one in found if one.number not in left_out]
+        if how == "link" and (linked := _link(plan, same, new.path)) is not None:
+            return linked
+        shared = _share(same, new.fd) if may_share else []
     if not shared:
         return plan, SharedBlocks(new, parts, len(plan.storages), None, {})
     extents = sorted(one.shared for one in shared)
@@ -239,12 +244,12 @@ def _identity(fd: int) -> _Identity:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _parts_of(plan: Plan) -> list[_Stored]:
+def _parts_of(plan: Plan, least_nbytes: int) -> list[_Stored]:
     """The storages of a file that are worth sharing."""
     versions = _versions(plan)
     found = []
     for segment in plan.image.segments:
-        if isinstance(segment, Payload) and segment.nbytes >= _LEAST_NBYTES:
+        if isinstance(segment, Payload) and segment.nbytes >= least_nbytes:
             storage = plan.storages[segment.storage]
             if not isinstance(storage, torch.UntypedStorage) or not _can_be_read(storage):
                 continue
@@ -279,10 +284,10 @@ def _candidates(parts: Sequence[_Stored], fd: int, opened: ExitStack) -> list[_C
         if copy is None or copy.is_changed or copy.versions != part.versions or copy.file.identity[0] != device:
             continue
         begin, end = _whole_blocks(part.payload, block_nbytes)
-        if (copy.offset - part.payload.offset) % block_nbytes or begin >= end:
+        if (copy.offset - part.payload.offset) % block_nbytes:
             continue
-        matching.append((part, copy, (begin, end)))
-        nbytes[copy.file] += end - begin
+        matching.append((part, copy, (begin, max(begin, end))))
+        nbytes[copy.file] += part.payload.nbytes
     bases = {file: _open(file, opened) for file, _ in nbytes.most_common(_MOST_BASES)}
     return [
         _Candidate(part, copy, bases[copy.file], shared)
@@ -336,10 +341,44 @@ def _changed(candidates: Sequence[_Candidate]) -> list[_Candidate]:
     return [one for one, crc32 in zip(candidates, crc32s, strict=True) if crc32 != one.copy.crc32]
 
 
+def _link(plan: Plan, same: Sequence[_Candidate], path: str) -> tuple[Plan, SharedBlocks] | None:
+    """What :func:`share_blocks` returns for a link to the earlier file that has all bytes of a planned one. None if
+    there is none, or the link cannot be made, which is logged.
+
+    Args:
+        plan: of the file.
+        same: what has not changed since it was written.
+        path: of the new file.
+    """
+    payloads = sum(isinstance(segment, Payload) for segment in plan.image.segments)
+    are_there = [one for one in same if one.copy.offset == one.part.payload.offset and one.base == same[0].base]
+    if not same or len(are_there) != payloads or not plan.checksums_first:
+        return None
+    base, identity = same[0].base, same[0].copy.file.identity
+    left = remainder(plan, [(0, plan.nbytes)], {one.number: one.copy.crc32 for one in same})
+    head = left.head(())
+    try:
+        if os.fstat(base).st_size != plan.nbytes or posix.read_exactly(base, 0, len(head)) != head:
+            return None
+        with ExitStack() as undo:
+            link = Link(path, base)
+            undo.callback(link.close)
+            blocks = SharedBlocks(link, [one.part for one in same], len(plan.storages), left.released(), {})
+            if _identity(base) != identity:
+                return None
+            undo.pop_all()
+            return left, blocks
+    except OSError as error:
+        announce("linking unchanged files", str(error))
+        return None
+
+
 def _share(candidates: Sequence[_Candidate], fd: int) -> list[_Candidate]:
     """Share blocks. Returns the candidates whose blocks the new file has now."""
     shared = []
     for one in candidates:
+        if one.shared[0] == one.shared[1]:
+            continue
         try:
             one.share(fd)
         except OSError as error:
