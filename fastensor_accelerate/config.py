@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn, Self, cast
 from fastensor.backends import registry
 from fastensor.checkpoint.asynchronous.settings import WriterSettings
 from fastensor.checkpoint.cooperative.options import DEFAULT_TIMEOUT_SECONDS
+from fastensor.checkpoint.writing.save_transaction import check_share_unchanged
 from fastensor.errors import FastensorError
 from fastensor.files.arguments import as_nbytes, checks_keywords, nearest
 from fastensor.files.shown import record_repr
@@ -103,6 +104,13 @@ class FastensorConfig:
         "tensors that have not changed since the last state are not written again on XFS and btrfs (default)",
     )
 
+    link_unchanged: bool = _option(
+        False,
+        "--fastensor_link_unchanged",
+        "in models of transformers and Accelerator.save_model, weights that do not train are files of their own, and "
+        "hard links to those of the last checkpoint; default: off",
+    )
+
     offload: bool = _option(
         False, "--fastensor_offload", "activations of models that are trained go to an SSD until the backward pass"
     )
@@ -184,6 +192,7 @@ class FastensorConfig:
             raise ConfigError(f"cooperative_timeout is a number of seconds above 0, found {self.cooperative_timeout}")
         try:
             WriterSettings(**self.writer_options())
+            check_share_unchanged("link" if self.link_unchanged else self.share_unchanged, "link")
         except (TypeError, ValueError) as error:
             raise ConfigError(str(error)) from error
         try:

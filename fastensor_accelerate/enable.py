@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -104,6 +104,12 @@ def _save(own: _Own, self: Accelerator, *args: Any, **options: Any) -> None:
         own(self, *args, **options)
 
 
+def _save_model(own: _Own, self: Accelerator, *args: Any, **options: Any) -> None:
+    saver = saver_of(self)
+    with saver.saving() if saver.config.link_unchanged else nullcontext():
+        own(self, *args, **options)
+
+
 def _prepare_model(
     own: _Own, self: Accelerator, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False
 ) -> Module:
@@ -164,6 +170,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "save_state": _save_state,
     "load_state": _load_state,
     "save": _save,
+    "save_model": _save_model,
     "prepare": _prepare,
     "prepare_model": _prepare_model,
     "backward": _backward,

@@ -63,13 +63,16 @@ class StateSave:
     nbytes: int = 0
     """Bytes of files that are written, without those of ``handles``."""
     shared_nbytes: int = 0
-    """The part of them that has not changed, and is shared with an earlier state."""
+    """The part of them that has not changed, and is shared with an earlier state; of all processes, once they have
+    confirmed a state with shards."""
     stall_seconds: float = 0.0
     """Seconds that the call has taken, if the save is asynchronous."""
     handles: list[fastensor.SaveHandle] = field(default_factory=list)
     shards: list[Callable[[], object]] = field(default_factory=list)
     """Functions that write copies of shards, which all processes call together."""
     folders_of_shards: list[str] = field(default_factory=list)
+    afterwards: list[Callable[[], None]] = field(default_factory=list)
+    """Functions that are called when the files of all processes are durable."""
     failure: Exception | None = None
     """Failure of this process while Accelerate saved."""
     is_settled: bool = False
@@ -152,6 +155,8 @@ class StateSave:
                 self.together(self._check_begun)  # then all have the same shards to write together
             if self.is_settled:
                 self.check_written()
+            if self.is_sharded:
+                self.shared_nbytes = self.agreement.total(self.shared_nbytes, f"{self.directory.path} was not saved")
             self.together(self.check_written)
         except BaseException as error:
             for handle in self.handles if isinstance(error, Exception) else ():

@@ -1,9 +1,10 @@
 """Names of Accelerate, transformers and PEFT that are replaced while they save or load.
 
 Everything that they write and read goes through four functions: ``torch.save``, ``torch.load``, and ``save_file`` and
-``load_file`` of safetensors. Their modules see other ones while :func:`replaced` is active. Shards of FSDP go through
-``save`` and ``load`` of ``torch.distributed.checkpoint``, which are replaced, too. What decides which rank writes, how
-tied weights are cleaned, and which globals are safe to load stays their own code.
+``load_file`` of safetensors. Their modules see other ones while :func:`replaced` is active. With ``link_unchanged``, so
+does the function of huggingface_hub that splits a model into files. Shards of FSDP go through ``save`` and ``load`` of
+``torch.distributed.checkpoint``, which are replaced, too. What decides which rank writes, how tied weights are cleaned,
+and which globals are safe to load stays their own code.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def replaced(files: StateFiles) -> Iterator[Redirected | None]:
         How often shards were saved and loaded; None if ``files`` leaves them to torch.
     """
     with replacing() as undo, _shards_replaced(files) as shards:
-        for name in (*_SEAMS, *[_SAVE] * files.is_of_all_processes):
+        for name in (*_SEAMS, *[_SAVE] * files.is_of_all_processes, *_SPLITS * files.config.link_unchanged):
             module_name, _, attribute = name.rpartition(".")
             module = sys.modules.get(module_name)
             if module is not None and hasattr(module, attribute):
@@ -85,6 +86,11 @@ _SEAMS = (
     "transformers.trainer_utils.safe_load_file",
     "transformers.trainer_utils.torch",
 )
+_SPLITS = (
+    "accelerate.accelerator.split_torch_state_dict_into_shards",  # of older versions
+    "huggingface_hub.split_torch_state_dict_into_shards",
+    "transformers.modeling_utils.split_torch_state_dict_into_shards",
+)
 _ONE_OF = {"transformers.modeling_utils.safe_load_file", "transformers.trainer_utils.safe_load_file"}
 """Names of the function that loads shards: the first one in transformers 4, the second one since 5.0."""
 
@@ -98,6 +104,7 @@ def _substitute(name: str, files: StateFiles) -> object:
         "safetensors": _Module(safetensors, torch=tensors),
         "load_model": _with_globals(safetensors.torch.load_model, load_file=files.load_file),
         "safe_save_file": files.save_file,
+        "split_torch_state_dict_into_shards": files.split_shards,
         "safe_load_file": files.load_file,
     }[name]
 

@@ -6,27 +6,48 @@ from __future__ import annotations
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import accelerate
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import clean_state_dict_for_safetensors
+from huggingface_hub.serialization import (  # type: ignore[attr-defined]  # exported without saying so
+    StateDictSplit,
+    split_torch_state_dict_into_shards,
+)
 
 import fastensor
 from fastensor.checkpoint import cooperative
 from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.models.ties import dense_tensors_in
+from fastensor.checkpoint.models.sharded import SHARD_NBYTES, WHOLE, complete, new_shards
+from fastensor.checkpoint.models.ties import dense_tensors_in, frozen_among
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
+from fastensor.files.arguments import as_nbytes
 from fastensor_accelerate.config import ConfigError, FastensorConfig
 from fastensor_accelerate.saving import StateSave
 
 if TYPE_CHECKING:
     from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
 
+_MODEL = "model{suffix}.safetensors"
+"""The pattern of names of the files of a model. Adapters have another one."""
 _OF_ALL = re.compile(r"(model|pytorch_model|optimizer)(_\d+)?\.(safetensors|bin)")
+
+
+class _EveryFile(dict[str, list[str]]):
+    """The tensors by files. ``in`` says of every file that it is one of them, so that transformers removes none: the
+    model that was there stays until the new one is complete."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def keys(self) -> Any:  # in which transformers 4 looks
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +64,8 @@ class StateFiles:
     """Writes the files of ``saving`` later."""
     shard_writers: dict[str, FastensorStorageWriter] = field(default_factory=dict)
     """By kind of directories, such as those of the first optimizer, so that memory for copies is used again."""
+    max_shard_sizes: dict[str, int | str] = field(default_factory=dict)
+    """By name of the file, the size of the files into which :meth:`save_file` splits the model that it gets next."""
     load_together: bool = False
     """True if all processes load the same files at the same time."""
     damaged: list[CorruptCheckpointError | NotACheckpointError] = field(default_factory=list)
@@ -75,13 +98,29 @@ class StateFiles:
     def save_file(
         self, tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None = None
     ) -> None:
-        """``safetensors.torch.save_file``."""
-        self._write(tensors, filename, container="safetensors", metadata=metadata)
+        """``safetensors.torch.save_file``. What :meth:`split_shards` has left in one file is several."""
+        options: dict[str, Any] = {"container": "safetensors", "metadata": metadata}
+        largest = self.max_shard_sizes.pop(os.path.basename(filename), None) if self.config.link_unchanged else None
+        if largest is None:
+            self._write(tensors, filename, **options)
+        else:
+            folder = os.path.dirname(os.path.abspath(filename))
+            self._write_model(tensors, folder, as_nbytes(largest, "max_shard_size", at_least=1), **options)
 
     def load_file(self, filename: Any, device: str | int = "cpu", **options: Any) -> dict[str, torch.Tensor]:
         """``safetensors.torch.load_file``. Its choice of a way to read is left to Fastensor."""
         tensors: dict[str, torch.Tensor] = self._load(filename, device)
         return tensors
+
+    def split_shards(self, state_dict: dict[str, Any], **options: Any) -> StateDictSplit:
+        """``huggingface_hub.split_torch_state_dict_into_shards``. A model is one file here, which :meth:`save_file`
+        splits when it knows the folder. What is no tensor, or has no values yet, is left to the stock function."""
+        has_values = all(isinstance(one, torch.Tensor) and not one.is_meta for one in state_dict.values())
+        if options.get("filename_pattern") != _MODEL or not has_values:
+            return split_torch_state_dict_into_shards(state_dict, **options)
+        file = WHOLE[0]
+        self.max_shard_sizes[file] = options.get("max_shard_size", SHARD_NBYTES)
+        return StateDictSplit({}, _EveryFile({file: [*state_dict]}), dict.fromkeys(state_dict, file))
 
     def accelerate_save(
         self, obj: object, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False
@@ -110,6 +149,8 @@ class StateFiles:
             durable=self.config.durable, backend=self.config.backend, share_unchanged=self.config.share_unchanged,
             **options,
         )  # fmt: skip
+        if self.saving is not None and later is None:  # copies share nothing
+            self.saving.shared_nbytes += writers[kind].shared_nbytes
 
     def shard_reader(self, path: str | os.PathLike[str]) -> FastensorStorageReader:
         """Takes the place of torch's ``FileSystemReader``."""
@@ -118,12 +159,34 @@ class StateFiles:
         return FastensorStorageReader(path, verify=self.config.verify, backend=self.config.backend)
 
     def _write(self, obj: object, path: Location, **options: Any) -> None:
-        """Write a file. With FSDP, a failure is left to :meth:`StateSave.confirm`: the other processes gather what is
-        saved next together with this one."""
+        """Write a file."""
+        with self._leaving_failures():
+            self._write_file(obj, path, share_unchanged=self.config.share_unchanged, **options)
+
+    def _write_model(self, tensors: dict[str, torch.Tensor], folder: str, largest: int, **options: Any) -> None:
+        """Write a model as :func:`fastensor.save_sharded` does by links: its index when all files are durable."""
+        with self._leaving_failures():
+            models = self.accelerator._models
+            apart = frozen_among(tensors, [one for model in models for one in model.parameters()])
+            sizes = {name: one.nbytes for name, one in tensors.items()}
+            shards = new_shards(folder, sizes, largest, apart)
+            for file, names in shards.items():
+                how = "link" if apart.issuperset(names) else self.config.share_unchanged
+                some = {name: tensors[name] for name in names}
+                self._write_file(some, os.path.join(folder, file), share_unchanged=how, **options)
+            index = {"total_size": sum(sizes.values())}
+            finish = partial(complete, folder, shards, index, durable=self.config.durable)
+            if self.saving is not None and self.writer is not None:
+                self.saving.afterwards.append(finish)
+            else:
+                finish()
+
+    @contextmanager
+    def _leaving_failures(self) -> Iterator[None]:
+        """With FSDP, leave a failure to :meth:`StateSave.confirm`: the other processes gather what is saved next
+        together with this one."""
         try:
-            config = self.config
-            options |= {"backend": config.backend, "durable": config.durable}
-            self._write_file(obj, path, share_unchanged=config.share_unchanged, **options)
+            yield
         except Exception as error:
             if self.saving is None or not self.has_shards:
                 raise
@@ -131,6 +194,7 @@ class StateFiles:
 
     def _write_file(self, obj: object, path: Location, **options: Any) -> None:
         saving = self.saving
+        options |= {"backend": self.config.backend, "durable": self.config.durable}
         if saving is None or not isinstance(path, str | os.PathLike):
             fastensor.save(obj, path, **options)
         elif self.writer is not None:

@@ -67,6 +67,7 @@ class StateSaver:
         self.config = config
         self._writer: fastensor.AsyncWriter | None = None
         self._shard_writers: dict[str, FastensorStorageWriter] = {}
+        self._max_shard_sizes: dict[str, int | str] = {}
         self._processes = SavingProcesses()
         self._sharing: Sharing | None = None
         self._offloads: PreparedOffloads | None = None
@@ -114,7 +115,7 @@ class StateSaver:
         project = self.accelerator.project_configuration
         iteration = project.iteration
         returned, directory = self._directory(output_dir)
-        saving = self._begin(directory, agreement, self.config)
+        saving = self._begin(directory, agreement, replace(self.config, link_unchanged=False))
         saving.name = f"{returned} ({self.accelerator.save_iteration})"
         saving.is_pickled = not options.get("safe_serialization", True)
         publish = partial(saving.publish, partial(self._account, saving))
@@ -225,17 +226,16 @@ class StateSaver:
             announce("saving a Trainer's checkpoints asynchronously", f"{first} may read each as soon as it is saved")
             config = replace(config, asynchronous=False)
         saving = self._begin(state_in(os.path.abspath(directory)), agreement, config)
-        afterwards: list[Callable[[], None]] = []
 
         def publish() -> None:
-            for do in afterwards:
+            for do in saving.afterwards:
                 do()
             self._account(saving)
 
         self._saving_in_turn = True
         try:
             with self._writing(saving):
-                yield afterwards
+                yield saving.afterwards
         except Exception as error:  # noqa: BLE001  # raised when the other processes know
             saving.failure = saving.failure or error
         finally:
@@ -438,7 +438,14 @@ class StateSaver:
         return self._writer
 
     def _files(self, config: FastensorConfig, **options: Any) -> StateFiles:
-        return StateFiles(self.accelerator, config, self._note_load, shard_writers=self._shard_writers, **options)
+        return StateFiles(
+            self.accelerator,
+            config,
+            self._note_load,
+            shard_writers=self._shard_writers,
+            max_shard_sizes=self._max_shard_sizes,
+            **options,
+        )
 
     def _note_load(self, report: fastensor.LoadReport) -> None:
         if self.accelerator.is_main_process:

@@ -26,6 +26,7 @@ from accelerate.utils import ProjectConfiguration
 from accelerators import Training, begin_anew, files_in, random_numbers, training
 from checkpoints import counted_calls, shard_writers
 from disks import FullDisk, Gate
+from sharing import SharingDisk
 from states import assert_equal
 
 import fastensor
@@ -311,7 +312,9 @@ def offload(config: FastensorConfig, folder: Path, rank: int) -> Any:
 class Sharded:
     """A training by FSDP 2 on CPUs, which Accelerate itself chooses on GPUs only."""
 
-    def __init__(self, config: FastensorConfig | None, folder: Path | None, kind: str, **project: Any) -> None:
+    def __init__(
+        self, config: FastensorConfig | None, folder: Path | None, kind: str, width: int = 7, **project: Any
+    ) -> None:
         begin_anew()
         if config is not None:
             fastensor_accelerate.enable(config)
@@ -328,7 +331,7 @@ class Sharded:
         self.accelerator.state.distributed_type = DistributedType.FSDP
         self.accelerator.state.fsdp_plugin = plugin
         torch.manual_seed(7)
-        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+        model = torch.nn.Sequential(torch.nn.Linear(5, width), torch.nn.Linear(width, 3))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
@@ -398,6 +401,40 @@ def shard(config: FastensorConfig, folder: Path, rank: int) -> Any:
                     seen[f"{kind} {name} {by is None}"] = calls.since()
             dist.barrier()
     return seen
+
+
+def share_shards(config: FastensorConfig, folder: Path, rank: int) -> Any:
+    """A state is saved twice where files can share blocks. How much is shared, and is said to be."""
+    disk = SharingDisk(pytest.MonkeyPatch())
+    found = Sharded(config, None, "SHARDED_STATE_DICT", width=100_000)
+    found.train()
+    for number in range(2):
+        found.accelerator.save_state(folder / str(number))
+    saver = found.accelerator._fastensor_saver
+    saver.wait()
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, disk.nbytes)
+    return everyone, [[one.nbytes, one.shared_nbytes] for one in saver._saved]
+
+
+def link_models(config: FastensorConfig, folder: Path, rank: int) -> Any:
+    """A model of DDP, part of which does not train, saved by ``save_model`` in all processes."""
+    fastensor_accelerate.enable(dataclasses.replace(config, link_unchanged=True))
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 3))
+    model[0].requires_grad_(False)
+    model = accelerator.prepare(model)
+    for number in (0, 1, 2, 2):
+        with torch.no_grad():
+            accelerator.unwrap_model(model)[1].weight.add_(1)
+        accelerator.save_model(model, folder / str(number))
+        accelerator.wait_for_everyone()
+        assert_equal(
+            dict(sorted(fastensor.load_sharded(folder / str(number)).items())),
+            dict(sorted(accelerator.unwrap_model(model).state_dict().items())),
+        )
+    return sorted((one.name, one.stat().st_nlink) for one in (folder / "2").glob("*.safetensors"))
 
 
 def fail_to_shard(config: FastensorConfig, folder: Path, rank: int) -> Any:

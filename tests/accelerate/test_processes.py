@@ -198,6 +198,24 @@ def test_activations_of_a_job_are_offloaded_and_it_trains_alike(tmp_path: Path) 
     assert "activation offload" not in others_err
 
 
+@modes
+def test_shards_say_what_all_processes_share(tmp_path: Path, config: FastensorConfig) -> None:
+    ((shared, ((_, nothing), (nbytes, said))), _), _ = run("share_shards", config, tmp_path)
+    assert nothing == 0
+    assert said == sum(shared) <= nbytes
+    if config.asynchronous:  # copies are new each time
+        assert shared == [0, 0]
+    else:
+        assert min(shared) > 500_000
+        assert said > 0.8 * nbytes
+
+
+def test_models_of_ddp_are_linked(tmp_path: Path) -> None:
+    (main, _), (other, _) = run("link_models", FastensorConfig(), tmp_path)
+    assert main == other
+    assert [count for _, count in main] in ([1, 3], [3, 1])
+
+
 @loads_shards
 @modes
 def test_shards_of_fsdp(tmp_path: Path, config: FastensorConfig) -> None:
