@@ -143,6 +143,67 @@ def test_willneed_has_the_kernel_read_ahead(tmp_path: Path) -> None:
     os.close(fd)
 
 
+@pytest.mark.parametrize("stride", [1, 4])
+def test_the_kernel_is_not_told_about_what_comes_in_the_order_of_the_file(
+    fd: int, monkeypatch: pytest.MonkeyPatch, stride: int
+) -> None:
+    """It reads ahead by itself, of large reads, which take gaps along; from the end of the batch before on, too."""
+    advised: list[tuple[int, int]] = []
+    read: list[tuple[int, int]] = []
+    pread = os.pread
+
+    def reads(fd: int, nbytes: int, offset: int) -> bytes:
+        read.append((offset, nbytes))
+        return pread(fd, nbytes, offset)
+
+    monkeypatch.setattr(posix, "advise", lambda fd, offset, nbytes, advice: advised.append((offset, nbytes)))
+    monkeypatch.setattr(os, "pread", reads)
+    engine = opened("willneed", fd, Merging())
+    offsets = np.arange(0, 280, stride) * 4096 + 16
+    lengths = np.full(len(offsets), 3000)
+    for begin, end, count in ((0, 40, 1), (40, 41, 0), (41, len(offsets), 0)):
+        some = Extents(offsets[begin:end], lengths[begin:end])
+        values = engine.fetch(some).take(0, end - begin)
+        assert [*values] == [DATA[offset : offset + 3000] for offset in some.offsets.tolist()]
+        assert read == [(offsets[begin], offsets[end - 1] + 3000 - offsets[begin])]
+        assert bool(advised) == bool(count)
+        read.clear()
+        advised.clear()
+
+
+@pytest.mark.parametrize("order", ["backwards", "far apart", "shuffled"])
+def test_the_kernel_is_told_about_all_reads_of_other_orders(
+    fd: int, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    advised: list[int] = []
+    monkeypatch.setattr(posix, "advise", lambda fd, offset, nbytes, advice: advised.append(offset))
+    places = {
+        "backwards": np.arange(28)[::-1],
+        "far apart": np.arange(28),
+        "shuffled": np.random.default_rng(1).permutation(28),
+    }
+    offsets = places[order] * 40_000
+    opened("willneed", fd, Merging()).fetch(Extents(offsets, np.full(28, 3000)))
+    assert advised == offsets.tolist()
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_copies_are_bytes(fd: int, name: EngineName, fits: bool) -> None:
+    """Where views would be memoryviews of the same contents, whatever part of its read a value is."""
+    engine = opened(name, fd, Merging())
+    offsets, lengths = np.array([5000, 0, 5100, len(DATA) - 7]), np.array([100, 3000, 0, 7 if fits else 8])
+    fetch = engine.fetch(Extents(offsets, lengths))
+    copies = [*fetch.take(0, 3, copied=True)]
+    assert copies == [DATA[5000:5100], DATA[:3000], b""]
+    assert {type(copy) for copy in copies} == {bytes}
+    if fits:
+        assert fetch.take(3, 4, copied=True) == [DATA[-7:]]
+    else:
+        with pytest.raises(posix.EndOfFile, match=f"ends before offset {len(DATA) + 1}"):
+            fetch.take(3, 4, copied=True)
+    engine.close()
+
+
 def test_the_engine_is_chosen_by_what_is_in_memory(fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.pread(fd, len(DATA), 0)
     assert choose_engine(fd, 1e6) == "mapped"

@@ -398,7 +398,7 @@ def test_a_file_that_fits_into_memory_is_swept(cold: Path, values: list[bytes], 
     assert len(sweeps) == 1
 
 
-@pytest.mark.parametrize("why", ["memory", "a small selection", "a named engine", "staggering"])
+@pytest.mark.parametrize("why", ["memory", "a small selection", "a named engine", "staggering", "the order"])
 def test_a_file_is_not_swept(
     cold: Path, values: list[bytes], sweeps: list[Sweep], monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
@@ -414,7 +414,11 @@ def test_a_file_is_not_swept(
         some = dataset.select(range(COUNT // 5))
         for _ in range(2):
             assert some.__getitems__(range(COUNT // 5)) == values[: COUNT // 5]
-    read_shuffled(dataset, values, slice(4 if why == "a small selection" else 30))
+    if why == "the order":
+        for batch in np.arange(COUNT).reshape(10, -1):
+            assert dataset.__getitems__(batch) == values[batch[0] : batch[-1] + 1]
+    else:
+        read_shuffled(dataset, values, slice(4 if why == "a small selection" else 30))
     assert not sweeps
 
 
@@ -430,7 +434,7 @@ def test_a_sweep_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             may_go_on.wait()
 
         has_begun, may_go_on = threading.Event(), threading.Event()
-        monkeypatch.setattr("fastensor.data.sweeping.advise", ask)
+        monkeypatch.setattr("fastensor.data.sweeping.bring", ask)
         monkeypatch.setattr("fastensor.data.sweeping.available_memory", lambda: 1 << 40)
         sweep = Sweep(file.fileno(), 1 << 30)
         assert has_begun.wait(20)
@@ -511,7 +515,7 @@ def test_after_a_sweep_has_given_up_only_what_it_asked_for_counts(
 ) -> None:
     gc.collect()  # sweeps of other tests
     asked: list[int] = []
-    monkeypatch.setattr("fastensor.data.sweeping.advise", lambda fd, begin, nbytes: asked.append(begin))
+    monkeypatch.setattr("fastensor.data.sweeping.bring", lambda fd, begin, nbytes: asked.append(begin))
     monkeypatch.setattr("fastensor.data.sweeping.available_memory", lambda: 0 if asked else 1 << 40)
     before = swept_nbytes(besides=sparse[1])
     sweep = Sweep(sparse[0], 192 << 20)
@@ -523,7 +527,7 @@ def test_after_a_sweep_has_given_up_only_what_it_asked_for_counts(
 def test_where_memory_gets_short_sweeps_give_way(sparse: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # sweeps of other tests
     available, may_go_on = [1 << 40], threading.Event()
-    monkeypatch.setattr("fastensor.data.sweeping.advise", lambda fd, begin, nbytes: may_go_on.wait())
+    monkeypatch.setattr("fastensor.data.sweeping.bring", lambda fd, begin, nbytes: may_go_on.wait())
     monkeypatch.setattr("fastensor.data.sweeping.available_memory", lambda: available[0])
     sweeps = [Sweep(fd, 192 << 20) for fd in sparse]
     available[0] = 400 << 20  # half of it has room for one of them

@@ -17,6 +17,10 @@ from fastensor.files.arguments import as_nbytes, checks_keywords
 Integers: TypeAlias = npt.NDArray[np.int64]
 
 _MEASURED = 4096
+_PAGE_BITS = 12
+STREAM_GAPS = 4
+"""In the order of the file, gaps are read that are so many times larger than others. They cost no seek, and other
+processes may want them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,29 @@ def mean_of_some(lengths: Integers) -> float:
     if not len(lengths):
         return 0.0
     return float(lengths[np.linspace(0, len(lengths) - 1, min(_MEASURED, len(lengths))).astype(np.int64)].mean())
+
+
+def is_stream(extents: Extents, end: int, gap_nbytes: int) -> bool:
+    """True if the pages of values follow one another on the disk: most begin at most ``gap_nbytes`` behind the end of
+    the value before. Within a page, values may have any order: LMDB stores them backwards.
+
+    Args:
+        extents: the values.
+        end: where the value before the first one ends.
+        gap_nbytes: the largest gap.
+
+    >>> there, back = np.arange(100) * 5000, np.arange(100)[::-1] * 5000
+    >>> [is_stream(Extents(offsets, np.full(100, 3000)), 0, 2000) for offsets in (there, back)]
+    [True, False]
+    """
+    before = ends_before(extents.offsets, extents.lengths, end)
+    gaps = (extents.offsets - before)[extents.offsets >> _PAGE_BITS != (before - 1) >> _PAGE_BITS]
+    return bool(2 * np.count_nonzero((gaps >= 0) & (gaps <= gap_nbytes)) > len(gaps))
+
+
+def ends_before(offsets: Integers, lengths: Integers, end: int) -> Integers:
+    """The end of what comes before each extent; before the first one, this is ``end``."""
+    return np.concatenate([[end], (offsets + lengths)[:-1]])
 
 
 def coalesce(extents: Extents, merging: Merging, *, alignment: int = 1) -> Reads:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Literal, Self, TypeVar, cast
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset
 
 from fastensor.data import snapshot as snapshots
@@ -59,10 +58,11 @@ class LmdbDataset(Dataset[T], Generic[T]):
               the file larger than memory, or else ``"willneed"``. If values are small, and the file fits into half of
               the memory that is available, together with others that the process has treated so, a thread reads it into
               the page cache from its begin to its end, once a process has read 512 of the values and one in 16; not for
-              a selection of less than a quarter of them, nor with ``staggering`` or ``reader="node"``
+              a selection of less than a quarter of them, nor in the order of the file, nor with ``staggering`` or
+              ``reader="node"``
             - ``"mapped"``: the file is mapped; if it is truncated meanwhile, the kernel ends the process
             - ``"pread"``: explicit reads
-            - ``"willneed"``: explicit reads that the kernel is told about ahead
+            - ``"willneed"``: explicit reads that the kernel is told about ahead, unless it reads ahead by itself
             - ``"direct"``: threads read past the page cache
             - ``"kvikio"``: explicit reads to the memory of the current GPU
 
@@ -148,7 +148,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
             raise self._no_sample(position)
         in_index = position % count if self._positions is None else int(self._positions[position])
         with snapshots.naming(self.index.path):
-            value = self._opened().read_one(in_index)
+            value = self._opened().read_one(in_index, copied=self.decode is None)
         sample = self._decoded([value], [position])[0]
         self.index.check_unchanged()
         return sample
@@ -159,7 +159,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
         if reader.reads_ahead and isinstance(positions, AnnouncedBatch) and positions.upcoming:
             reader.expect([self._in_index(batch) for batch in positions.upcoming])
         with snapshots.naming(self.index.path):
-            values = reader.read(self._in_index(_integers(positions)))
+            values = reader.read(self._in_index(_integers(positions)), copied=self.decode is None)
         samples = self._decoded(values, positions)
         self.index.check_unchanged()
         return samples
@@ -236,8 +236,9 @@ class LmdbDataset(Dataset[T], Generic[T]):
         return other
 
     def _decoded(self, values: Sequence[Value], positions: Sequence[int] | Positions) -> list[T]:
-        decode = self.decode or cast("Callable[[Value], T]", _as_it_is)
-        samples: list[T] = []
+        if self.decode is None:
+            return cast("list[T]", values)
+        decode, samples = self.decode, list[T]()
         try:
             with sendable_errors():
                 for value in values:
@@ -286,15 +287,6 @@ class LmdbDataset(Dataset[T], Generic[T]):
                 raise self._no_sample(positions[wrong][0])
             positions = np.where(positions < 0, positions + count, positions)
         return positions if self._positions is None else self._positions[positions]
-
-
-def _as_it_is(value: Value) -> bytes | torch.Tensor:
-    if not isinstance(value, memoryview):
-        return value
-    whole = value.obj
-    if isinstance(whole, bytes) and len(whole) == len(value):
-        return whole  # a read of its own has brought it: no second copy
-    return bytes(value)
 
 
 def _integers(positions: Sequence[int] | Positions) -> Positions:

@@ -13,7 +13,7 @@ from itertools import islice
 
 import numpy as np
 
-from fastensor.data.coalescing import Extents, mean_of_some
+from fastensor.data.coalescing import STREAM_GAPS, Extents, is_stream, mean_of_some
 from fastensor.data.engines.base import Engine, Fetch, Value
 from fastensor.data.engines.choice import LARGE_NBYTES, EngineName, Strategy, choose_engine, open_engine
 from fastensor.data.node.engine import NodeEngine
@@ -124,8 +124,9 @@ class ValueReader:
         with self._lock:
             self._expected.extend(_Announced(positions.tobytes()) for positions in batches if len(positions))
 
-    def read(self, positions: Positions) -> Sequence[Value]:
-        """The values at positions, in their order. Positions may repeat.
+    def read(self, positions: Positions, *, copied: bool = False) -> Sequence[Value]:
+        """The values at positions, in their order; as ``bytes`` if ``copied``, but tensors stay tensors. Positions may
+        repeat.
 
         Raises:
             OSError: the file cannot be read.
@@ -135,21 +136,21 @@ class ValueReader:
             return []
         with self._lock:
             try:
-                self._choose_anew(len(positions))
+                self._choose_anew(positions)
                 fetch, begin, end = self._fetch_of(positions)
                 self._begin_expected()
-                return fetch.take(begin, end)
+                return fetch.take(begin, end, copied=copied)
             except BaseException as error:
                 self._give_up(error)
                 raise
 
-    def read_one(self, position: int) -> Value:
+    def read_one(self, position: int, *, copied: bool = False) -> Value:
         """The value at a position from 0 on, quickly and without regard to what was announced. See :meth:`read`."""
         extents = self._extents.at(slice(position, position + 1))
         with self._lock:
             try:
-                self._choose_anew(1)
-                return self._engine.fetch(extents).take(0, 1)[0]
+                self._choose_anew(np.array([position]))
+                return self._engine.fetch(extents).take(0, 1, copied=copied)[0]
             except BaseException as error:
                 self._give_up(error)
                 raise
@@ -200,12 +201,12 @@ class ValueReader:
             for batch in islice(self._expected, before, self._begun):
                 batch.fetch = fetch
 
-    def _choose_anew(self, count: int) -> None:
+    def _choose_anew(self, wanted: Positions) -> None:
         """Choose the engine again now and then, if it is ours to choose; and open another one after an interrupt."""
-        self._until_choice -= count
+        self._until_choice -= len(wanted)
         if self._chooses and (self._until_choice <= 0 or (self._sweep is not None and self._sweep.is_over)):
             self._until_choice = self._values_per_choice
-            if self._wanted_engine() != self._engine.name:
+            if self._wanted_engine(self._extents.at(wanted)) != self._engine.name:
                 for batch in islice(self._expected, self._begun):
                     batch.nbytes, batch.fetch = 0, None
                 self._begun = self._begun_nbytes = 0
@@ -213,12 +214,13 @@ class ValueReader:
         if self._interrupted:
             self._replace_engine()
 
-    def _wanted_engine(self) -> EngineName:
-        """The engine that is the fastest now. Begins a sweep if it pays."""
+    def _wanted_engine(self, wanted: Extents) -> EngineName:
+        """The engine that is the fastest now. Begins a sweep if it pays. In the order of the file, reads need none."""
         name = choose_engine(self._fd, self._mean_nbytes)
         if self._sweep is not None and self._sweep.is_over:
             self._sweep = None
-        if self._sweeps and name == "willneed":
+        gap_nbytes = STREAM_GAPS * self._strategy.merging.gap_nbytes
+        if self._sweeps and name == "willneed" and not is_stream(wanted, int(wanted.offsets[0]), gap_nbytes):
             nbytes = os.fstat(self._fd).st_size
             missing = nbytes * (1 - posix.resident_fraction(self._fd, nbytes))
             with suppress(OSError, RuntimeError):  # no descriptor or thread for it: values are read all the same

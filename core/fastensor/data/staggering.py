@@ -18,7 +18,7 @@ from typing import Any
 
 from fastensor.backends.threads import open_pool, shut_down, submit
 from fastensor.data.coalescing import Extents
-from fastensor.data.engines.base import Engine, Value
+from fastensor.data.engines.base import Engine, Value, copies_of
 from fastensor.files import launchers
 from fastensor.files.arguments import checks_keywords
 from fastensor.files.job_store import JobStore, wait_until
@@ -181,5 +181,6 @@ class StaggeredFetch:
         self._values = values
         weakref.finalize(self, values.cancel).atexit = False  # what has not begun is not read for nobody
 
-    def take(self, begin: int, end: int) -> Sequence[Value]:
-        return self._values.result()[begin:end]
+    def take(self, begin: int, end: int, *, copied: bool = False) -> Sequence[Value]:
+        values = self._values.result()[begin:end]
+        return copies_of(values) if copied else values

@@ -15,7 +15,6 @@ import threading
 import weakref
 from contextlib import suppress
 
-from fastensor.data.engines.buffered import advise
 from fastensor.files.budgets import available_memory
 from fastensor.files.forks import first_in_children
 
@@ -23,8 +22,9 @@ _MOST_OF_MEMORY = 0.5
 """The files that a process sweeps may take this part of the memory that is available, so that the pages of others
 stay."""
 _PIECE_NBYTES = 64 << 20
-"""A piece is asked for when the end of the one before has come. Memory is looked at again after each: other programs
-may want it."""
+"""Memory is looked at again after each piece: other programs may want it."""
+_READ_NBYTES = 4 << 20
+"""Large reads, one behind the other, come into large folios of the page cache, whatever the device's read-ahead is."""
 
 
 def fits(nbytes: float, available: int) -> bool:
@@ -68,8 +68,15 @@ def begin_sweep(fd: int, nbytes: int, missing: float) -> Sweep | None:
     return Sweep(fd, nbytes) if fits(missing + swept_nbytes(besides=fd), available_memory()) else None
 
 
+def bring(fd: int, offset: int, nbytes: int) -> None:
+    """Read a part of a file into the page cache."""
+    buffer = memoryview(bytearray(_READ_NBYTES))
+    for begin in range(offset, offset + nbytes, _READ_NBYTES):
+        os.preadv(fd, [buffer[: offset + nbytes - begin]], begin)
+
+
 class Sweep:
-    """A thread that asks the kernel for one part of a file after the other. It ends by itself, with the file, or when
+    """A thread that reads one part of a file after the other. It ends by itself, with the file, or when
     the rest of it does not fit any more, together with what other sweeps take; or with the process.
 
     It counts in :func:`swept_nbytes` as long as this object exists.
@@ -94,11 +101,11 @@ class Sweep:
 
     @property
     def is_over(self) -> bool:
-        """True if nothing more will be asked for. Some of what was may still be on its way."""
+        """True if nothing more will be read."""
         return not self._thread.is_alive()
 
     def stop(self) -> None:
-        """Ask for no more, soon. Waits for nothing."""
+        """Read no more, soon. Waits for nothing."""
         self._stopped = True
 
     def _run(self) -> None:
@@ -109,9 +116,7 @@ class Sweep:
                 if self._stopped or not fits(left + others, available_memory()):
                     break
                 begin, asked = asked, asked + min(_PIECE_NBYTES, left)
-                advise(file.fileno(), begin, asked - begin)
-                if begin:
-                    os.pread(file.fileno(), 1, begin - 1)  # waits for the piece before
+                bring(file.fileno(), begin, asked - begin)
         self.nbytes = asked
 
 

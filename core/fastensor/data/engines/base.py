@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
@@ -11,9 +12,9 @@ import torch
 from fastensor.data.coalescing import Extents, Reads
 from fastensor.files import posix
 
-Value: TypeAlias = memoryview | torch.Tensor
+Value: TypeAlias = memoryview | torch.Tensor | bytes
 """The bytes of a value: a read-only memoryview of unsigned bytes, or a tensor of uint8 on a GPU. It stays valid while
-it is kept. Meanwhile the whole read that has brought it stays in memory, or the file stays mapped."""
+it is kept. Meanwhile the whole read that has brought it stays in memory, or the file stays mapped. Or a copy."""
 
 _READS_AHEAD = 256
 _NBYTES_AHEAD = 16 << 20
@@ -21,11 +22,18 @@ _NBYTES_AHEAD = 16 << 20
 is more. More would make no disk faster, and to begin them takes time."""
 
 
+def copies_of(values: Sequence[Value]) -> list[Value]:
+    """Views as ``bytes``, tensors as they are."""
+    return [bytes(value) if isinstance(value, memoryview) else value for value in values]
+
+
 class Fetch(Protocol):
     """Values that an engine has begun to bring. Dropping it gives them up."""
 
-    def take(self, begin: int, end: int) -> Sequence[Value]:
+    def take(self, begin: int, end: int, *, copied: bool = False) -> Sequence[Value]:
         """The values from number ``begin`` to before ``end``, waiting for those that are not there yet.
+
+        With ``copied``, they are ``bytes``, which takes less time than copies of views; but tensors stay tensors.
 
         Each value is taken once at most. Values that are taken in the order of their numbers arrive soonest.
 
@@ -81,11 +89,9 @@ class ReadsFetch:
     def __init__(
         self, extents: Extents, reads: Reads, begin: Callable[[int], None], finish: Callable[[int], Value]
     ) -> None:
-        self._read_of: list[int] = reads.read_of.tolist()
-        self._begins: list[int] = reads.begin_in_read.tolist()
-        self._lengths: list[int] = extents.lengths.tolist()
-        self._offsets: list[int] = reads.offsets.tolist()
-        self._missing: list[int] = np.bincount(reads.read_of).tolist()
+        self._lengths = extents.lengths
+        self._reads = reads
+        self._untaken: list[int] = np.bincount(reads.read_of).tolist()
         """Number of values of each read that have not been taken."""
         self._nbytes_until = np.cumsum(reads.lengths)
         self._begin = begin
@@ -95,31 +101,40 @@ class ReadsFetch:
         """Reads some of whose values have not been taken."""
         self._begin_until(_READS_AHEAD, _NBYTES_AHEAD)
 
-    def take(self, begin: int, end: int) -> list[Value]:
-        needed = max(self._read_of[begin:end]) + 1
-        ahead = max(_READS_AHEAD, 2 * (end - begin))
-        nbytes_ahead = max(_NBYTES_AHEAD, 2 * sum(self._lengths[begin:end]))
+    def take(self, begin: int, end: int, *, copied: bool = False) -> list[Value]:
+        read_of: list[int] = self._reads.read_of[begin:end].tolist()
+        lengths, begins = self._lengths[begin:end], self._reads.begin_in_read[begin:end]
+        needed, nbytes = max(read_of) + 1, int(lengths.sum())
         self._begin_until(needed, None)
-        self._begin_until(needed + ahead, int(self._nbytes_until[needed - 1]) + nbytes_ahead)
-        places = zip(self._read_of[begin:end], self._begins[begin:end], self._lengths[begin:end], strict=True)
-        return [self._take(read, at, length) for read, at, length in places]
+        ahead = int(self._nbytes_until[needed - 1]) + max(_NBYTES_AHEAD, 2 * nbytes)
+        self._begin_until(needed + max(_READS_AHEAD, 2 * (end - begin)), ahead)
+        memory = self._finished(read_of, copied=copied)
+        places = zip(read_of, begins.tolist(), (begins + lengths).tolist(), strict=True)
+        values = [memory[read][first:last] for read, first, last in places]
+        if sum(map(len, values)) < nbytes:
+            self._raise_end_of_file(values, begin)
+        return copies_of(values) if copied and not isinstance(values[0], bytes) else values
+
+    def _finished(self, read_of: list[int], *, copied: bool) -> dict[int, Value]:
+        """The bytes of reads, whose slices are the values that are taken now: one for each number of a read."""
+        memory: dict[int, Value] = {}
+        for read, count in Counter(read_of).items():
+            data = self._held.pop(read) if read in self._held else self._finish(read)
+            self._untaken[read] -= count
+            if self._untaken[read]:
+                self._held[read] = data
+            memory[read] = data if copied or not isinstance(data, bytes) else memoryview(data)
+        return memory
 
     def _begin_until(self, end: int, nbytes: int | None) -> None:
         """Begin all reads before number ``end``, or fewer, so that all together have at most ``nbytes``."""
         if nbytes is not None:
             end = min(end, int(np.searchsorted(self._nbytes_until, nbytes, side="right")))
-        for read in range(self._begun, min(end, len(self._missing))):
+        for read in range(self._begun, min(end, len(self._untaken))):
             self._begin(read)
             self._begun = read + 1
 
-    def _take(self, read: int, begin: int, length: int) -> Value:
-        held = self._held.get(read)
-        if held is None:
-            held = self._held[read] = self._finish(read)
-        self._missing[read] -= 1
-        if not self._missing[read]:
-            del self._held[read]
-        value = held[begin : begin + length]
-        if len(value) < length:
-            posix.check_end(len(value), length, self._offsets[read] + begin)
-        return value
+    def _raise_end_of_file(self, values: Sequence[Value], begin: int) -> None:
+        for number, value in enumerate(values, begin):
+            offset = int(self._reads.offsets[self._reads.read_of[number]] + self._reads.begin_in_read[number])
+            posix.check_end(len(value), int(self._lengths[number]), offset)

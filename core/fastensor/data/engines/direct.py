@@ -62,9 +62,9 @@ class DirectEngine:
             task = submit(self._pool, _read_all, self._fd, self._alignment, places[read:end])
             tasks.update((number, (read, task)) for number in range(read, end))
 
-        def finish(read: int) -> memoryview:
+        def finish(read: int) -> bytes:
             first, task = tasks.pop(read)
-            return memoryview(task.result()[read - first])
+            return task.result()[read - first]
 
         return ReadsFetch(extents, reads, begin, finish)
 

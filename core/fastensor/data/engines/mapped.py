@@ -28,26 +28,26 @@ class MappedEngine:
         mapping = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
         with suppress(OSError):  # advice only
             mapping.madvise(mmap.MADV_RANDOM)
-        self._view = memoryview(mapping)  # the last view unmaps the file
+        self._mapping: mmap.mmap | bytes = mapping  # the last view unmaps the file
 
     def fetch(self, extents: Extents) -> MappedFetch:
-        return MappedFetch(self._view, extents)
+        return MappedFetch(self._mapping, extents)
 
     def close(self) -> None:
-        self._view = memoryview(b"")
+        self._mapping = b""
 
 
 class MappedFetch:
     """See :class:`fastensor.data.engines.base.Fetch`."""
 
-    def __init__(self, view: memoryview, extents: Extents) -> None:
-        self._view = view
+    def __init__(self, mapping: mmap.mmap | bytes, extents: Extents) -> None:
+        self._mapping = mapping
         self._extents = extents
 
-    def take(self, begin: int, end: int) -> list[Value]:
+    def take(self, begin: int, end: int, *, copied: bool = False) -> list[Value]:
         offsets = self._extents.offsets[begin:end]
         ends = offsets + self._extents.lengths[begin:end]
-        if len(ends) and (last := int(ends.max())) > len(self._view):
+        if len(ends) and (last := int(ends.max())) > len(self._mapping):
             raise posix.EndOfFile(f"the file ends before offset {last}")
-        view = self._view
-        return [view[begin:end] for begin, end in zip(offsets.tolist(), ends.tolist(), strict=True)]
+        memory = self._mapping if copied else memoryview(self._mapping)
+        return [memory[begin:end] for begin, end in zip(offsets.tolist(), ends.tolist(), strict=True)]
