@@ -4,7 +4,7 @@ One after the other, the pages of a file come several times as fast as in a shuf
 memory is swept once a part of its values was wanted: the others probably will be.
 
 Several processes may sweep a file, such as the workers of a ``DataLoader``. They share the work: the kernel reads no
-page twice, four sweeps at once took no longer than one, and a file that is there already takes 27 ms of CPU time per
+page twice, four sweeps at once took no longer than one, and a file that is there already takes 0.1 s of CPU time per
 GiB. What other processes sweep is not known here: together with that, the files of this one may not fit.
 """
 
