@@ -24,9 +24,9 @@ def without_collection(objects: int = _MANY) -> Iterator[None]:
     if objects < _MANY or not gc.isenabled():
         yield
         return
-    gc.disable()
     _pauses.append(None)
     try:
+        gc.disable()
         yield
     finally:
         _pauses.pop()
