@@ -58,6 +58,27 @@ def test_all_threads_read_one_range_at_the_same_time(make: Any) -> None:
     assert offload.statistics().read_bytes == 4 * len(saved.x)
 
 
+def test_a_thread_that_begins_at_once_gets_as_many_helpers(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has taken a piece before others are asked to help."""
+    offload = make(backend="numpy")
+    saved = Saved(offload)
+    begun, all_there = threading.Event(), threading.Barrier(jobs.THREADS)
+    submit = jobs.submit
+
+    def submit_and_wait(*arguments: Any) -> Any:
+        submitted = submit(*arguments)
+        assert begun.wait(30)
+        return submitted
+
+    def before_read() -> None:
+        begun.set()
+        all_there.wait(10)
+
+    monkeypatch.setattr(jobs, "submit", submit_and_wait)
+    with reading(numpy.BufferedSlots, before_read):
+        saved.check_backward()
+
+
 @pytest.mark.parametrize("number", range(1, jobs.THREADS + 1))
 def test_one_of_the_threads_fails(make: Any, number: int) -> None:
     offload = make(backend="numpy")

@@ -106,10 +106,11 @@ class Jobs:
             NoThreadsError: threads cannot be started, or accept no work any more.
         """
         todo = reading.todo
+        helpers = min(THREADS, len(todo)) - 1  # before the first job takes pieces
         read = self.submit("read", job, reading)
         read.add_done_callback(lambda _: todo.clear())  # helpers of a cancelled read have nothing to do
         with suppress(NoThreadsError):  # then the first job reads all pieces
-            for _ in range(min(THREADS, len(todo)) - 1):
+            for _ in range(helpers):
                 reading.helpers.append(self.submit("read", self._help_to_read, reading))
         return read
 
