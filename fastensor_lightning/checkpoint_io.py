@@ -410,6 +410,9 @@ class FastensorCheckpointIO(CheckpointIO):
         target, link = as_in_fsspec(target), as_in_fsspec(link)  # the process may be elsewhere by then
         if target == link:
             return
+        if self._left_out.is_base(link):
+            _logger.warning("%s is no link to %s, because it is the base of other checkpoints", link, target)
+            return
         place = next(ordering.places_behind(link))
         announcement = announce_writer(place)
 

@@ -7,6 +7,7 @@ what was left out, by CRC32s, and a load adds these tensors, or fails. So what i
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import weakref
@@ -53,10 +54,16 @@ class LeftOut:
         if exclude is not None and base is None:
             raise ValueError(
                 f"exclude={exclude!r} needs base, a file that has what is left out: the file or the folder that the "
-                f"weights came from, or one that is made once by fastensor.save(module.state_dict(), 'base.ckpt')"
+                f"weights came from, or one that is made once by fastensor.save(module.state_dict(), 'base.ckpt') and "
+                f"kept"
             )
         self.exclude = exclude
-        self.base = None if base is None else as_in_fsspec(base)
+        self.base = None if base is None else _place_of(base)
+        if exclude is not None and not os.path.isabs(self.base or ""):
+            raise ValueError(
+                f"base={self.base!r} is at a URL, where each save cannot be sure that it is still there: copy it to a "
+                f"local folder"
+            )
         self._module: weakref.ref[torch.nn.Module] | None = None
         """The module of the latest ``fit``."""
         self._known: dict[_Kind, set[_Record]] = {}
@@ -82,14 +89,14 @@ class LeftOut:
         self._module, self._known = weakref.ref(module), {}
 
     def is_base(self, path: str | os.PathLike[str]) -> bool:
-        """True if a path is that of a file of the base, or of a link to one that the base was given by."""
+        """True if a path is that of the base, of a file of it, or of a folder that has it."""
         if self.base is None:
             return False
-        try:
-            files = self._files()
-        except (OSError, FastensorError):  # it is gone
-            return False
-        return next(places_behind(path)) in {place for file in files for place in places_behind(file)}
+        places = {self.base}
+        with contextlib.suppress(OSError, FastensorError):  # it is gone
+            places.update(place for file in self._files() for place in places_behind(file))
+        place = next(places_behind(path))
+        return any(one == place or one.startswith(place.rstrip("/") + "/") for one in places)
 
     def check_not_base(self, path: str) -> None:
         """
@@ -107,10 +114,12 @@ class LeftOut:
         if module is None or not isinstance(state, dict):
             return checkpoint
         chosen = self._chosen(module, state)
-        records = {name: record for name in chosen if (record := _record(state[name])) is not None}
+        if not chosen:
+            announce(f"exclude={self.exclude!r}", "no tensor of the checkpoint is excluded; checkpoints are whole")
         try:
+            records = {name: record for name in chosen if (record := _record(state[name])) is not None}
             in_base = self._in_base({record[:2] for record in records.values()})
-        except (OSError, FastensorError) as error:
+        except (OSError, FastensorError, MemoryError, RuntimeError) as error:  # a save is worth more than its size
             announce(f"exclude={self.exclude!r}", f"{error}; checkpoints are whole")
             return checkpoint
         left_out = {name: record for name, record in records.items() if record in in_base}
@@ -153,7 +162,7 @@ class LeftOut:
 
     def _in_base(self, kinds: set[_Kind]) -> set[_Record]:
         """The tensors of these kinds in the base. They are read once in a ``fit``, unless its files change."""
-        statuses = [_status_of(path) for path in map(locate, self._files()) if isinstance(path, str)]
+        statuses = [_status_of(path) for path in map(locate, self._files()) if isinstance(path, str)]  # all are
         if statuses != self._statuses:
             self._known, self._statuses = {}, statuses
         unknown = kinds - self._known.keys()
@@ -245,6 +254,12 @@ def _record(tensor: Any) -> _Record | None:
     parts = [StoragePart(storage, begin, half), StoragePart(storage, begin + half, plain.nbytes - half)]
     first, second = crc32s_of(parts)
     return _name_of(plain.dtype), tuple(plain.shape), first, second
+
+
+def _place_of(base: str | os.PathLike[str]) -> str:
+    """A path for as long as the file is there, also if a link that it was given by leads elsewhere later; or a URL."""
+    found = as_in_fsspec(base)
+    return os.path.realpath(found) if os.path.isabs(found) else found
 
 
 def _name_of(dtype: torch.dtype) -> str:

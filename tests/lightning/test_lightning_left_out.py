@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastensor
 from fastensor.backends.registry import announce
-from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO, add_left_out
+from fastensor_lightning import CheckpointMonitor, FastensorCheckpointIO, add_left_out, left_out
 from fastensor_lightning.left_out import KEY, _record
 
 pytestmark = [
@@ -480,7 +480,7 @@ def test_the_plugin_does_not_lose_its_base(
     plugin = FastensorCheckpointIO(exclude="frozen", base=link, asynchronous=asynchronous)
     trainer = make_trainer(pl, tmp_path, plugin, max_epochs=1)
     trainer.fit(make_module(pl), make_loader())
-    for path in (base, link, os.path.relpath(base)):
+    for path in (base, os.path.relpath(base)):
         with pytest.raises(ValueError, match=r"was not saved: it is the base of other checkpoints"):
             trainer.save_checkpoint(path)
         plugin.remove_checkpoint(path)
@@ -492,6 +492,71 @@ def test_the_plugin_does_not_lose_its_base(
     trainer.save_checkpoint(other)
     assert not other.is_symlink()
     assert base.read_bytes() == content
+
+
+def test_a_base_that_was_given_by_a_link_is_kept_when_the_link_leads_elsewhere(pl: Any, tmp_path: Path) -> None:
+    """As with ``ModelCheckpoint(save_last="link")``, which then removes the file that the link has led to."""
+    link, base = tmp_path / "last.ckpt", make_base(pl, tmp_path)
+    link.symlink_to(base)
+    plugin = FastensorCheckpointIO(exclude="frozen", base=link)
+    trainer = make_trainer(pl, tmp_path, plugin, max_epochs=1)
+    trainer.fit(make_module(pl), make_loader())
+    trainer.save_checkpoint(tmp_path / "new.ckpt")
+    link.unlink()
+    link.symlink_to(tmp_path / "new.ckpt")
+    plugin.remove_checkpoint(base)
+    trainer.save_checkpoint(tmp_path / "newer.ckpt")
+    for name in ("new.ckpt", "newer.ckpt"):
+        assert left_out_of(tmp_path / name)
+        checkpoint = torch.load(tmp_path / name)
+        add_left_out(checkpoint, base)
+        assert checkpoint["state_dict"].keys() == trainer.lightning_module.state_dict().keys()
+
+
+def test_a_link_does_not_take_the_place_of_the_base(pl: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    base = make_base(pl, tmp_path)
+    plugin = FastensorCheckpointIO(exclude="frozen", base=base, asynchronous=True)
+    plugin._link(str(tmp_path / "x.ckpt"), str(base))
+    plugin.teardown()
+    assert "because it is the base of other checkpoints" in caplog.text
+    assert not base.is_symlink()
+
+
+def test_a_folder_that_has_the_base_is_not_removed(pl: Any, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    base = make_base(pl, tmp_path / "run")
+    plugin = FastensorCheckpointIO(exclude="frozen", base=base)
+    plugin.remove_checkpoint(tmp_path / "run")
+    assert base.exists()
+    FastensorCheckpointIO(base=base.parent).remove_checkpoint(tmp_path / "run")
+    assert base.exists()
+
+
+def test_without_memory_to_compare_a_checkpoint_is_whole(
+    pl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("the device is full")
+
+    plugin = FastensorCheckpointIO(exclude="frozen", base=make_base(pl, tmp_path))
+    trainer = make_trainer(pl, tmp_path, plugin, max_epochs=1)
+    trainer.fit(make_module(pl), make_loader())
+    monkeypatch.setattr(left_out, "crc32s_of", full)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    assert not left_out_of(tmp_path / "x.ckpt")
+
+
+def test_who_excludes_nothing_is_told(pl: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plugin = FastensorCheckpointIO(exclude="frozen", base=make_base(pl, tmp_path))
+    trainer = make_trainer(pl, tmp_path, plugin, max_epochs=1)
+    trainer.fit(make_module(pl).requires_grad_(True), make_loader())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    assert "no tensor of the checkpoint is excluded" in caplog.text
+
+
+def test_a_base_at_a_url_is_refused() -> None:
+    with pytest.raises(ValueError, match="copy it to a local folder"):
+        FastensorCheckpointIO(exclude="frozen", base="memory://base.ckpt")
 
 
 def test_weights_only_and_after_the_run(pl: Any, tmp_path: Path) -> None:
