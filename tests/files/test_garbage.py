@@ -13,28 +13,36 @@ import fastensor
 from fastensor.files.garbage import without_collection
 
 
+def collects() -> bool:
+    return gc.isenabled() and gc.get_threshold()[0] > 0
+
+
 def test_it_pauses_for_many_objects_and_goes_on() -> None:
+    before = gc.get_threshold()
     with without_collection():
-        assert not gc.isenabled()
+        assert not collects()
         with without_collection():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-    assert gc.isenabled()
+            assert not collects()
+        assert not collects()
+    assert gc.get_threshold() == before
     with pytest.raises(ZeroDivisionError), without_collection():
         raise ZeroDivisionError
-    assert gc.isenabled()
+    assert gc.get_threshold() == before
     with without_collection(10):
-        assert gc.isenabled()
+        assert collects()
 
 
-def test_who_has_switched_it_off_keeps_it_off() -> None:
-    gc.disable()
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_who_has_switched_it_off_keeps_it_off(when: str) -> None:
     try:
+        if when == "before":
+            gc.disable()
         with without_collection():
-            pass
+            gc.disable()
         assert not gc.isenabled()
     finally:
         gc.enable()
+    assert collects()
 
 
 @pytest.mark.parametrize("is_paused", [True, False])
@@ -42,7 +50,7 @@ def test_a_forked_child_collects_as_its_parent_does_outside_of_blocks(is_paused:
     with without_collection(1000 if is_paused else 1):
         pid = os.fork()
         if pid == 0:
-            os._exit(not gc.isenabled())
+            os._exit(not collects())
     assert os.waitpid(pid, 0)[1] == 0
     gc.disable()
     try:
@@ -55,16 +63,23 @@ def test_a_forked_child_collects_as_its_parent_does_outside_of_blocks(is_paused:
 
 
 @pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
+def test_a_load_of_a_few_tensors_does_not_pause_it(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fastensor.save({"x": torch.ones(3)}, tmp_path / name)
+    monkeypatch.setattr(gc, "set_threshold", lambda *_: pytest.fail("the collector is paused"))
+    fastensor.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
 def test_loads_and_lists_of_many_tensors_leave_it_on(tmp_path: Path, name: str) -> None:
     state = {str(number): torch.full((3,), number) for number in range(1500)}
     fastensor.save(state, tmp_path / name)
     found = fastensor.load(tmp_path / name)
-    assert gc.isenabled()
+    assert collects()
     assert all(torch.equal(found[key], value) for key, value in state.items())
     assert len(fastensor.inspect(tmp_path / name).tensors) == 1500
-    assert gc.isenabled()
+    assert collects()
     damaged = (tmp_path / name).read_bytes().replace(state["1499"].numpy().tobytes(), bytes(24))
     (tmp_path / name).write_bytes(damaged)
     with pytest.raises(fastensor.CorruptCheckpointError):
         fastensor.load(tmp_path / name)
-    assert gc.isenabled()
+    assert collects()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
+import typing
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -182,3 +183,11 @@ def test_errors_are_fastensor_errors_and_fitting_builtins() -> None:
         assert issubclass(error, fastensor.FastensorError)
         fitting = (OSError, RuntimeError, ValueError, LookupError, pickle.UnpicklingError, CancelledError)
         assert error is fastensor.FastensorError or issubclass(error, fitting)
+
+
+def test_hints_of_public_functions_can_be_resolved() -> None:
+    """As command lines that are made of functions do."""
+    functions = [one for one in (getattr(fastensor, name) for name in fastensor.__all__) if inspect.isfunction(one)]
+    assert fastensor.save in functions
+    for function in functions:
+        assert "return" in typing.get_type_hints(function)

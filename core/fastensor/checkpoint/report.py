@@ -15,7 +15,8 @@ class Freeing:
     """Progress of freeing the space of a file that has lost its name."""
 
     nbytes: int = 0
-    """Bytes that are freed. 0 if the file has other names, or was missing."""
+    """Bytes that are freed afterwards. 0 if the file has other names, was missing, or is so small that it is freed at
+    once."""
     seconds: float | None = None
     """Seconds that freeing took; None until it is done."""
 

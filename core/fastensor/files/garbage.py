@@ -9,28 +9,35 @@ from contextlib import contextmanager
 from fastensor.files.forks import first_in_children
 
 _MANY = 1000
-_pauses: list[None] = []
-"""One for each block that pauses the collector. Each change is one call, so the list needs no lock."""
+_paused: list[tuple[int, int, int]] = []
+"""The thresholds of the collector outside of the block that pauses it, if one does."""
 
 
 @contextmanager
 def without_collection(objects: int = _MANY) -> Iterator[None]:
     """Make objects faster: the collector would visit all of the program's again and again, which takes most of the
-    time of 50,000 small tensors. It pauses in all threads until the block ends.
+    time of 50,000 small tensors. It pauses in all threads until the block ends. ``gc.isenabled()`` stays what it is.
 
     Args:
         objects: about how many are made. A few hundred are made as always.
     """
-    if objects < _MANY or not gc.isenabled():
+    thresholds = gc.get_threshold()
+    if objects < _MANY or not thresholds[0]:  # it pauses already
         yield
         return
-    _pauses.append(None)
+    _paused.append(thresholds)
     try:
-        gc.disable()
+        gc.set_threshold(0, *thresholds[1:])
         yield
     finally:
-        _pauses.pop()
-        gc.enable()
+        _go_on()
 
 
-first_in_children(lambda: gc.enable() if _pauses else None)  # the block may be one of a thread that only the parent has
+def _go_on() -> None:
+    """Have the collector run as before. A forked child calls it, too: the block may be that of a thread it lacks."""
+    if _paused:
+        gc.set_threshold(*_paused[-1])
+        _paused.clear()
+
+
+first_in_children(_go_on)

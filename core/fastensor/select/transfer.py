@@ -6,7 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
 import torch
 
@@ -36,7 +36,10 @@ SMALL_NBYTES = 1 << 20
 backend could save."""
 for_all: Selector | None = None
 """What :func:`fastensor.use_selector` has set."""
-BackendChoice: TypeAlias = "str | Selector"
+if TYPE_CHECKING:
+    BackendChoice: TypeAlias = str | Selector
+else:
+    BackendChoice = Any  # for get_type_hints; the class takes long to import
 """The name of a backend; ``"auto"`` for the one that measurements recommend; or the selector that decides."""
 
 

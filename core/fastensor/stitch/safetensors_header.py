@@ -44,6 +44,8 @@ DTYPES: tuple[tuple[str, str, int], ...] = (
 """Name in the file, name in torch (empty if torch has none), bits per element; in the order of tensors in a file."""
 _BITS = {name: bits for name, _, bits in DTYPES}
 FROM_FILE: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own, _ in DTYPES if hasattr(torch, own)}
+_LEAST_ENTRY_NBYTES = 60
+"""About as much of a header says where a tensor is."""
 _COPIED = (
     f"another tool has written it, and copied {CHECKSUM_KEY!r} in its metadata from a file of Fastensor's, whose "
     f"checksums these are"
@@ -103,7 +105,6 @@ def header_nbytes(start: bytes, nbytes: int, where: str) -> int:
     return LENGTH_NBYTES + length
 
 
-@without_collection()
 def parse_header(data: bytes, nbytes: int, *, where: str, verify: bool = True) -> SafetensorsHeader:
     """Read and check a header.
 
@@ -117,17 +118,18 @@ def parse_header(data: bytes, nbytes: int, *, where: str, verify: bool = True) -
         CorruptCheckpointError: the header cannot be parsed, contradicts itself or the file's size, or does not match
             its checksum.
     """
-    content = _parse_json(data[LENGTH_NBYTES:], where)
-    metadata = _parse_metadata(content.pop(METADATA_KEY, {}), where)
-    text = metadata.pop(CHECKSUM_KEY, None)
-    checksums = None if text is None or not verify else _parse_checksums(text, len(content), data, where)
-    unchecked = _COPIED if text is not None and verify and checksums is None else ""
-    tensors = tuple(
-        _parse_tensor(name, value, None if checksums is None else checksums[i], len(data), where)
-        for i, (name, value) in enumerate(content.items())
-    )
-    _check_tiling(tensors, len(data), nbytes, where)
-    return SafetensorsHeader(tensors, metadata, len(data), checksums is not None, unchecked)
+    with without_collection(len(data) // _LEAST_ENTRY_NBYTES):
+        content = _parse_json(data[LENGTH_NBYTES:], where)
+        metadata = _parse_metadata(content.pop(METADATA_KEY, {}), where)
+        text = metadata.pop(CHECKSUM_KEY, None)
+        checksums = None if text is None or not verify else _parse_checksums(text, len(content), data, where)
+        unchecked = _COPIED if text is not None and verify and checksums is None else ""
+        tensors = tuple(
+            _parse_tensor(name, value, None if checksums is None else checksums[i], len(data), where)
+            for i, (name, value) in enumerate(content.items())
+        )
+        _check_tiling(tensors, len(data), nbytes, where)
+        return SafetensorsHeader(tensors, metadata, len(data), checksums is not None, unchecked)
 
 
 def _parse_json(data: bytes, where: str) -> dict[str, Any]:

@@ -108,6 +108,8 @@ class AsyncWriter:
         exit_seconds: float = 600.0,
         preemption_seconds: float | None = None,
     ) -> None:
+        import fastensor.select.current  # noqa: F401  # a child forked while a thread imports it would wait for ever
+
         self._settings = WriterSettings(
             cast(int | None, staging_bytes),  # which becomes a number there, like the rate
             when_busy,

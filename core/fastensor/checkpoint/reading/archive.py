@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from fastensor.checkpoint.tools.catalog import Catalog
     from fastensor.stitch.pickle_records import PickledTensor
 
+_LEAST_RECORD_NBYTES = 128
+"""A record takes more of an archive, with its headers."""
 
-@without_collection()
+
 def read_archive(file: OpenedFile) -> TorchArchive:
     """The archive's directory, checked. See :func:`fastensor.stitch.torch_records.read_archive`."""
-    return torch_records.read_archive(partial(read_exactly, file), file.nbytes, where=file.where)
+    with without_collection(file.nbytes // _LEAST_RECORD_NBYTES):
+        return torch_records.read_archive(partial(read_exactly, file), file.nbytes, where=file.where)
 
 
 def read_pickle(file: OpenedFile, archive: TorchArchive, *, verify: bool) -> bytes:

@@ -62,7 +62,7 @@ class Replacement(NewFile):
     def replace(self, *, durable: bool, free_later: bool = True) -> Freeing:
         """:meth:`publish`, and have a thread free the space of a large old file, unless ``free_later`` is False."""
         is_large = self.replaced_nbytes >= _FREED_LATER_NBYTES
-        with freeing_afterwards(self.path) if free_later and is_large else nullcontext(Freeing()) as freeing:
+        with freeing_afterwards(self.path) if free_later and is_large else nullcontext(Freeing(seconds=0.0)) as freeing:
             self.publish(durable=durable)
         return freeing
 

@@ -30,6 +30,8 @@ from fastensor.stitch.source import Plan
 
 if TYPE_CHECKING:
     from fastensor.checkpoint.progress import Progress
+else:
+    Progress = Any  # for get_type_hints; the module is imported when progress is reported
 
 DEFAULT_PROTOCOL = 2
 """The pickle protocol that ``torch.save`` uses."""
