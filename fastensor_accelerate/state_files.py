@@ -26,6 +26,7 @@ from fastensor.checkpoint import cooperative
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.models.sharded import SHARD_NBYTES, WHOLE, complete, new_shards
 from fastensor.checkpoint.models.ties import dense_tensors_in, frozen_among
+from fastensor.checkpoint.writing.save_transaction import ShareOrLink
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
 from fastensor.files.arguments import as_nbytes
 from fastensor_accelerate.config import ConfigError, FastensorConfig
@@ -66,6 +67,8 @@ class StateFiles:
     """By kind of directories, such as those of the first optimizer, so that memory for copies is used again."""
     max_shard_sizes: dict[str, int | str] = field(default_factory=dict)
     """By name of the file, the size of the files into which :meth:`save_file` splits the model that it gets next."""
+    links: bool = True
+    """False if no file may become a hard link, or be linked to later."""
     load_together: bool = False
     """True if all processes load the same files at the same time."""
     damaged: list[CorruptCheckpointError | NotACheckpointError] = field(default_factory=list)
@@ -171,7 +174,8 @@ class StateFiles:
             sizes = {name: one.nbytes for name, one in tensors.items()}
             shards = new_shards(folder, sizes, largest, apart)
             for file, names in shards.items():
-                how = "link" if apart.issuperset(names) else self.config.share_unchanged
+                linked: ShareOrLink = "link" if self.links else False  # a file that shares nothing is not remembered
+                how = linked if apart.issuperset(names) else self.config.share_unchanged
                 some = {name: tensors[name] for name in names}
                 self._write_file(some, os.path.join(folder, file), share_unchanged=how, **options)
             index = {"total_size": sum(sizes.values())}

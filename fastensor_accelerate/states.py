@@ -192,23 +192,33 @@ class StateSaver:
             raise damaged[0]
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self, *, links: bool = True) -> Iterator[None]:
         """Write what is saved in the block by Fastensor. Each file is whole, and durable when its save returns,
-        unless the block is inside of :meth:`saving_in_turn`."""
+        unless the block is inside of :meth:`saving_in_turn`.
+
+        Args:
+            links: False if other programs may write the files in place: none of them is ever a hard link.
+        """
         if self._saving_in_turn:
             yield
             return
-        with replaced(self._files(self.config)):
-            yield
+        with replaced(self._files(self.config, links=links)):
+            try:
+                yield
+            finally:
+                self._max_shard_sizes.clear()  # of what was not saved
 
     @contextmanager
-    def saving_in_turn(self, directory: str, *, reader: str | None = None) -> Iterator[list[Callable[[], None]]]:
+    def saving_in_turn(
+        self, directory: str, *, reader: str | None = None, links: bool = True
+    ) -> Iterator[list[Callable[[], None]]]:
         """Write what is saved in the block by Fastensor: file by file, or asynchronously if the options say so.
 
         Args:
             directory: where the files go, for messages.
             reader: says what may read the files as soon as they are saved. Then this process and all others wait for
                 each file.
+            links: False if models are saved as without ``link_unchanged``.
 
         Yields:
             A list. The functions that are put into it are called when the files of all processes are durable, and not
@@ -220,7 +230,7 @@ class StateSaver:
         """
         self.wait()
         agreement = self._processes.all()  # in the thread that trains, in the same order in all processes
-        config = self.config
+        config = self.config if links else replace(self.config, link_unchanged=False)
         readers = agreement.gather(reader, f"{directory} was not saved") if config.asynchronous else []
         if first := next(filter(None, readers), None):
             announce("saving a Trainer's checkpoints asynchronously", f"{first} may read each as soon as it is saved")
@@ -240,6 +250,7 @@ class StateSaver:
             saving.failure = saving.failure or error
         finally:
             self._saving_in_turn = False
+            self._max_shard_sizes.clear()
         if not config.asynchronous:
             saving.confirm()
             publish()

@@ -98,7 +98,8 @@ def _read(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> 
 
 
 def _save_model(own: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
-    with saver_of(trainer.accelerator).saving():
+    # A Trainer that pushes copies checkpoints over what is saved here, in place: in this process or in a later one.
+    with saver_of(trainer.accelerator).saving(links=False):
         return own(trainer, *args, **options)
 
 
@@ -106,7 +107,8 @@ def _save_checkpoint(own: Callable[..., Any], trainer: Any, *args: Any, **option
     folder = os.path.join(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}")
     saver = saver_of(trainer.accelerator)
     reader = reader_of(trainer) if saver.config.asynchronous else None
-    with saver.saving_in_turn(folder, reader=reader) as afterwards, ExitStack() as undo:
+    links = not trainer.args.push_to_hub  # which copies what is in the checkpoint over other files, in place
+    with saver.saving_in_turn(folder, reader=reader, links=links) as afterwards, ExitStack() as undo:
 
         def put_off(now: Callable[..., None], *args: Any, **options: Any) -> None:
             as_it_is = [_copy(trainer) if one is trainer else one for one in args]

@@ -400,6 +400,32 @@ def test_killed_before_the_nth_call(tmp_path: Path, by: str, before: str, after:
     assert (seen[0], seen[-1]) == ((0, 0), (1, 1))
 
 
+def test_what_a_trainer_saves_by_hand_is_no_link(tmp_path: Path) -> None:
+    """A Trainer that pushes copies checkpoints over it, in place. Nor is it linked to by a checkpoint."""
+    with linking():
+        trainer = trainer_of(tmp_path, model())
+        trainer.train()
+        trainer.save_model()
+        trainer.state.global_step += 1
+        trainer._save_checkpoint(trainer.model, None)
+        by_hand = [path for path in tmp_path.iterdir() if path.suffix == ".safetensors"]
+        assert len(by_hand) > 1
+        assert {path.stat().st_nlink for path in by_hand} == {1}
+        checkpoints = list(tmp_path.rglob("checkpoint-*/model*.safetensors"))
+        assert max(path.stat().st_nlink for path in checkpoints) > 1
+
+
+@pytest.mark.parametrize("pushes", [False, True])
+def test_checkpoints_that_are_pushed_are_saved_as_without_links(tmp_path: Path, pushes: bool) -> None:
+    with linking():
+        trainer = train(tmp_path, model(), max_steps=1, save_strategy="no")
+        trainer.args.push_to_hub = pushes
+        trainer._push_from_checkpoint = lambda folder: None
+        trainer._save_checkpoint(trainer.model, None)
+    names = {path.name for path in tmp_path.rglob("checkpoint-*/model*")}
+    assert (names == {"model.safetensors"}) == pushes
+
+
 def save_by(by: str, trainer: Any, made: Any, folder: Path) -> None:
     if by == "Trainer":
         trainer.save_model(str(folder))
