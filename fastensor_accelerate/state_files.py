@@ -24,7 +24,7 @@ from huggingface_hub.serialization import (  # type: ignore[attr-defined]  # exp
 import fastensor
 from fastensor.checkpoint import cooperative
 from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.models.sharded import SHARD_NBYTES, WHOLE, complete, new_shards
+from fastensor.checkpoint.models.sharded import SHARD_NBYTES, WHOLE, alone_in, complete, new_shards
 from fastensor.checkpoint.models.ties import dense_tensors_in, frozen_among
 from fastensor.checkpoint.writing.save_transaction import ShareOrLink
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
@@ -167,8 +167,9 @@ class StateFiles:
             self._write_file(obj, path, share_unchanged=self.config.share_unchanged, **options)
 
     def _write_model(self, tensors: dict[str, torch.Tensor], folder: str, largest: int, **options: Any) -> None:
-        """Write a model as :func:`fastensor.save_sharded` does by links: its index when all files are durable."""
-        with self._leaving_failures():
+        """Write a model as :func:`fastensor.save_sharded` does by links: its index when all files are durable. If that
+        is later, the folder is not locked until then."""
+        with self._leaving_failures(), alone_in(folder):
             models = self.accelerator._models
             apart = frozen_among(tensors, [one for model in models for one in model.parameters()])
             sizes = {name: one.nbytes for name, one in tensors.items()}

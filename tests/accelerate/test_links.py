@@ -426,6 +426,31 @@ def test_checkpoints_that_are_pushed_are_saved_as_without_links(tmp_path: Path, 
     assert (names == {"model.safetensors"}) == pushes
 
 
+def test_a_folder_that_another_writer_has_locked(tmp_path: Path) -> None:
+    """Files of both would get the same names."""
+    with linking():
+        accelerator = Accelerator(cpu=True)
+        made = accelerator.prepare(model())
+        accelerator.save_model(made, str(tmp_path))
+        before = {name: (tmp_path / name).read_bytes() for name in model_files(tmp_path)}
+        with sharded.alone_in(str(tmp_path)), pytest.raises(OSError, match="a model is being saved there"):
+            accelerator.save_model(made, str(tmp_path))
+        assert {name: (tmp_path / name).read_bytes() for name in model_files(tmp_path)} == before
+        accelerator.save_model(made, str(tmp_path))
+
+
+def test_the_option_is_turned_off_again(tmp_path: Path) -> None:
+    """Accelerate leaves the index of the earlier model beside the new file, which is what everybody loads."""
+    old, new = model(), other_model(True)
+    with linking():
+        accelerator = Accelerator(cpu=True)
+        accelerator.save_model(accelerator.prepare(old), str(tmp_path))
+    Accelerator(cpu=True).save_model(new, str(tmp_path))
+    new.config.save_pretrained(tmp_path)
+    assert {INDEX, WHOLE} <= model_files(tmp_path)
+    assert whole_in(tmp_path, [weights(old), weights(new)]) == (1, 1)
+
+
 def save_by(by: str, trainer: Any, made: Any, folder: Path) -> None:
     if by == "Trainer":
         trainer.save_model(str(folder))

@@ -40,11 +40,12 @@ _SHARD = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
 
 def find_weights(folder: Path) -> Path | None:
     """The index or the file in a folder that has the weights of its model: what has the usual name for safetensors
-    comes first, then other safetensors, and an index before a file. None if there is none."""
+    comes first, then other safetensors, and a file before an index, as for transformers: a program that writes one
+    file may leave the index of an earlier model. None if there is none."""
     found = [*folder.glob(f"*{INDEX_SUFFIX}"), *(folder / name for name in WHOLE if (folder / name).exists())]
 
     def rank(path: Path) -> tuple[bool, bool, bool, str]:
-        return path.name not in (_INDEX, WHOLE[0]), ".safetensors" not in path.name, not is_index(path), path.name
+        return path.name not in (_INDEX, WHOLE[0]), ".safetensors" not in path.name, is_index(path), path.name
 
     return min(found, key=rank, default=None)
 
@@ -260,7 +261,7 @@ def write_sharded(
     path = os.path.abspath(folder)
     with write_errors(path, "the directory cannot be created"):
         os.makedirs(path, exist_ok=True)
-    with _alone_in(path):
+    with alone_in(path):
         if not replaces:
             with write_errors(path, "cannot save"):
                 _check_is_free(Path(path))
@@ -307,7 +308,7 @@ def complete(folder: str, shards: Mapping[str, Sequence[str]], metadata: Mapping
 
 
 @contextmanager
-def _alone_in(path: str) -> Iterator[None]:
+def alone_in(path: str) -> Iterator[None]:
     """Lock a folder in the block: the shards of two writers would get the same names.
 
     Raises:
