@@ -59,7 +59,7 @@ class LeftOut:
             )
         self.exclude = exclude
         self.base = None if base is None else _place_of(base)
-        if exclude is not None and not os.path.isabs(self.base or ""):
+        if exclude is not None and not isinstance(locate(self.base or ""), str):
             raise ValueError(
                 f"base={self.base!r} is at a URL, where each save cannot be sure that it is still there: copy it to a "
                 f"local folder"
@@ -162,7 +162,7 @@ class LeftOut:
 
     def _in_base(self, kinds: set[_Kind]) -> set[_Record]:
         """The tensors of these kinds in the base. They are read once in a ``fit``, unless its files change."""
-        statuses = [_status_of(path) for path in map(locate, self._files()) if isinstance(path, str)]  # all are
+        statuses = [_status_of(path) for path in map(locate, self._files()) if isinstance(path, str)]
         if statuses != self._statuses:
             self._known, self._statuses = {}, statuses
         unknown = kinds - self._known.keys()
@@ -257,9 +257,9 @@ def _record(tensor: Any) -> _Record | None:
 
 
 def _place_of(base: str | os.PathLike[str]) -> str:
-    """A path for as long as the file is there, also if a link that it was given by leads elsewhere later; or a URL."""
+    """Where a base is: the file or folder itself, since a link that leads to it now may lead elsewhere later."""
     found = as_in_fsspec(base)
-    return os.path.realpath(found) if os.path.isabs(found) else found
+    return os.path.realpath(found) if isinstance(locate(found), str) else found
 
 
 def _name_of(dtype: torch.dtype) -> str:

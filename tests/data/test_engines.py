@@ -147,7 +147,8 @@ def test_willneed_has_the_kernel_read_ahead(tmp_path: Path) -> None:
 def test_the_kernel_is_not_told_about_what_comes_in_the_order_of_the_file(
     fd: int, monkeypatch: pytest.MonkeyPatch, stride: int
 ) -> None:
-    """It reads ahead by itself, of large reads, which take gaps along; from the end of the batch before on, too."""
+    """The kernel reads ahead of large reads by itself. The engine's reads take gaps along, also from the end of the
+    batch before on."""
     advised: list[tuple[int, int]] = []
     read: list[tuple[int, int]] = []
     pread = os.pread

@@ -59,7 +59,7 @@ def test_all_threads_read_one_range_at_the_same_time(make: Any) -> None:
 
 
 def test_a_thread_that_begins_at_once_gets_as_many_helpers(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has taken a piece before others are asked to help."""
+    """The first thread of a read has taken a piece before the other threads are asked to help."""
     offload = make(backend="numpy")
     saved = Saved(offload)
     begun, all_there = threading.Event(), threading.Barrier(jobs.THREADS)

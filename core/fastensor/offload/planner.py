@@ -292,9 +292,9 @@ class Planner:
             return None
         self.plan_ended()
         with self._lock:
-            found = self._first_pass(device) if not self._forms else self._known_pass()
-            if self._unexamined == _EXAMINED_EVERY - 1:
-                found = None
+            found = None
+            if self._unexamined < _EXAMINED_EVERY - 1:
+                found = self._known_pass() if self._forms else self._first_pass(device)
             self._unexamined = 0 if found is None else self._unexamined + 1
         return found
 

@@ -100,9 +100,9 @@ def save(
             ``.data``, or by other libraries, the tensor is compared with the CRC32 in the old file, which reads its
             bytes once. ``"trust"`` compares only one in sixteen bytes, others each time, and tensors of which torch has
             counted nothing yet (``.data``); it is for programs that write no tensor in such a way. ``"link"`` is for
-            safetensors, on any filesystem with hard links: a file in which no tensor has changed at all is a hard link
-            to the earlier one, others are as with True. :func:`fastensor.save_sharded` says what that is for. False
-            writes everything.
+            safetensors, on local filesystems with hard links: a file in which no tensor has changed at all is a hard
+            link to the earlier one, others are as with True. :func:`fastensor.save_sharded` says what that is for.
+            False writes everything.
         progress: called after every few MiB with the bytes that are on their way to the disk and the bytes of the file.
             The sync comes after that. What it raises ends the save, and the old file is kept as after any failure.
 

@@ -72,7 +72,7 @@ class Copy(NamedTuple):
     """True if the storage was changed without a new version. It is written until its versions are others."""
 
 
-class _Stored(NamedTuple):
+class _WrittenPart(NamedTuple):
     """A storage, or a part of it, and where it is in the new file."""
 
     payload: Payload
@@ -98,7 +98,7 @@ class _Stored(NamedTuple):
 class _Candidate(NamedTuple):
     """What may be shared."""
 
-    part: _Stored
+    part: _WrittenPart
     copy: Copy
     base: int
     """Descriptor of the file that has the copy."""
@@ -126,7 +126,7 @@ class SharedBlocks:
     def __init__(
         self,
         file: Replacement,
-        parts: Sequence[_Stored],
+        parts: Sequence[_WrittenPart],
         count: int,
         left: Remainder | None,
         ages: dict[int, int],
@@ -244,7 +244,7 @@ def _identity(fd: int) -> _Identity:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _parts_of(plan: Plan, least_nbytes: int) -> list[_Stored]:
+def _parts_of(plan: Plan, least_nbytes: int) -> list[_WrittenPart]:
     """The storages of a file that are worth sharing."""
     versions = _versions(plan)
     found = []
@@ -255,7 +255,7 @@ def _parts_of(plan: Plan, least_nbytes: int) -> list[_Stored]:
                 continue
             counters = versions.get(storage, [_UNCOUNTED])
             if _UNCOUNTED not in counters:
-                found.append(_Stored(segment, ref(storage), tuple(counters)))
+                found.append(_WrittenPart(segment, ref(storage), tuple(counters)))
     return found
 
 
@@ -274,10 +274,10 @@ def _can_be_read(storage: torch.UntypedStorage) -> bool:
     return storage.device.type == "cpu" or streams.are_on(storage.device)
 
 
-def _candidates(parts: Sequence[_Stored], fd: int, opened: ExitStack) -> list[_Candidate]:
+def _candidates(parts: Sequence[_WrittenPart], fd: int, opened: ExitStack) -> list[_Candidate]:
     """The parts whose versions are those of a copy, in a file of the same filesystem that has not changed since."""
     block_nbytes, device = os.fstatvfs(fd).f_bsize, os.fstat(fd).st_dev
-    matching: list[tuple[_Stored, Copy, Extent]] = []
+    matching: list[tuple[_WrittenPart, Copy, Extent]] = []
     nbytes: Counter[WrittenFile] = Counter()
     for part in parts:
         copy = part.copies.get(part.extent)
