@@ -777,9 +777,16 @@ def test_a_tensor_that_is_not_dense(tmp_path: Path) -> None:
     ],
 )
 def test_an_index_that_is_none(index: str, message: str, path: Path) -> None:
-    path.with_name("model.safetensors.index.json").write_text(index)
+    found = path.with_name("model.safetensors.index.json")
+    found.write_text(index)
     with pytest.raises(CorruptCheckpointError, match=message):
-        CheckpointMapping(path.parent)
+        CheckpointMapping(found)
+
+
+def test_of_a_folder_the_single_file_is_read_before_an_index(path: Path) -> None:
+    path.with_name("model.safetensors.index.json").write_text("{}")
+    with CheckpointMapping(path.parent) as weights:
+        assert set(weights) == set(trained().state_dict())
 
 
 def test_a_shard_that_is_missing(tmp_path: Path) -> None:

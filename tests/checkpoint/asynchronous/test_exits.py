@@ -71,6 +71,22 @@ def test_what_is_pending_is_finished(path: Path, way: str, code: int, message: s
     assert_only(path, NEW)
 
 
+def test_no_module_is_imported_by_a_thread(tmp_path: Path) -> None:
+    """A child that is forked meanwhile would wait for that module for ever."""
+    code = """if True:
+        import sys, torch, fastensor
+        writer = fastensor.AsyncWriter()
+        before = set(sys.modules)
+        for path in sys.argv[1:]:
+            for numel in (3, 3 << 20):
+                assert writer.save({"w": torch.ones(numel)}, path).result().durable
+        print(sorted(set(sys.modules) - before))
+    """
+    paths = tmp_path / "x.ckpt", tmp_path / "x.safetensors"
+    with Program("-c", code, *paths, cold=True) as program:
+        assert program.communicate(timeout=TIMEOUT_SECONDS) == ("[]\n", "")
+
+
 def test_what_takes_too_long_is_given_up(path: Path) -> None:
     code, errors = run(path, "timeout")
     assert code == 0

@@ -18,7 +18,7 @@ from typing import Any, Self, Unpack, cast
 
 from fastensor.backends import stream
 from fastensor.backends.buffers import BufferPool
-from fastensor.backends.registry import announce
+from fastensor.backends.registry import announce, available_names
 from fastensor.backends.snapshot import Snapshot
 from fastensor.checkpoint import files, ordering
 from fastensor.checkpoint.asynchronous import exits
@@ -108,8 +108,12 @@ class AsyncWriter:
         exit_seconds: float = 600.0,
         preemption_seconds: float | None = None,
     ) -> None:
-        import fastensor.select.current  # noqa: F401  # a child forked while a thread imports it would wait for ever
+        # A child that is forked while a thread imports a module would wait for ever for that module. So what the thread
+        # that writes needs is imported here.
+        import fastensor.backends.pipeline
+        import fastensor.select.current  # noqa: F401
 
+        available_names()
         self._settings = WriterSettings(
             cast(int | None, staging_bytes),  # which becomes a number there, like the rate
             when_busy,
