@@ -333,8 +333,9 @@ def test_a_backend_that_raises_loses_no_checkpoint(
 
 
 def test_only_who_is_chosen_is_asked_and_left_out_without_a_word(
-    selector: Selector, tmp_path: Path, register: Any
+    selector: Selector, tmp_path: Path, register: Any, taken: dict[str, float]
 ) -> None:
+    taken["direct"] = 2.0
     asked = []
 
     class Unavailable(NumpyBackend):
