@@ -106,11 +106,17 @@ torture: $(STAMP)
 	$(PYTEST) -n 2 -m "not gpu" --hypothesis-profile=torture -o faulthandler_timeout=3600 --ignore tests/gds
 	$(MAKE) test-gds
 
-bench: $(STAMP)
+# What benchmarks/loaders.py measures beside Fastensor: a few MB.
+$(VENV)/.loaders: $(STAMP)
+	$(PIP) --editable '.[loaders]'
+	touch $@
+
+bench: $(VENV)/.loaders
 	benchmarks/install-fio.sh
 	$(BIN)/python benchmarks/new_user.py
 	$(BIN)/python benchmarks/first_use.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/loaders.py
 	$(BIN)/python benchmarks/async_checkpoint.py
 	-tests/filesystems/install.sh
 	$(BIN)/python benchmarks/unchanged.py

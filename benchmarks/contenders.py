@@ -58,16 +58,20 @@ def model_names() -> list[str]:
     return ["gpt2_adam", *json.loads(SHAPES.read_text())]
 
 
-def _gpt2() -> list[tuple[str, list[int]]]:
-    """Shapes of GPT-2 small's parameters: 148 tensors, 124.4 million values; its output layer is tied to ``wte``."""
-    d = 768
-    block = {
+def gpt2_block(d: int) -> dict[str, list[int]]:
+    """Shapes of the parameters of one of GPT-2's layers; ``d`` is its width."""
+    return {
         "ln_1.weight": [d], "ln_1.bias": [d], "attn.c_attn.weight": [d, 3 * d], "attn.c_attn.bias": [3 * d],
         "attn.c_proj.weight": [d, d], "attn.c_proj.bias": [d], "ln_2.weight": [d], "ln_2.bias": [d],
         "mlp.c_fc.weight": [d, 4 * d], "mlp.c_fc.bias": [4 * d],
         "mlp.c_proj.weight": [4 * d, d], "mlp.c_proj.bias": [d],
     }  # fmt: skip
-    blocks = [(f"h.{i}.{name}", shape) for i in range(12) for name, shape in block.items()]
+
+
+def _gpt2() -> list[tuple[str, list[int]]]:
+    """Shapes of GPT-2 small's parameters: 148 tensors, 124.4 million values; its output layer is tied to ``wte``."""
+    d = 768
+    blocks = [(f"h.{i}.{name}", shape) for i in range(12) for name, shape in gpt2_block(d).items()]
     return [("wte.weight", [50257, d]), ("wpe.weight", [1024, d]), *blocks, ("ln_f.weight", [d]), ("ln_f.bias", [d])]
 
 
@@ -80,14 +84,14 @@ def _random(shape: list[int], dtype: str, generator: torch.Generator) -> Tensor:
 def publish(temporary: Path, target: Path) -> None:
     """What Fastensor does, for those who do not: sync, rename, sync the directory."""
     for path in [temporary, *temporary.iterdir()] if temporary.is_dir() else [temporary]:
-        _sync(path)
+        sync(path)
     if target.is_dir():
         shutil.rmtree(target)
     temporary.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -171,14 +175,15 @@ SAVING_ONLY = ("dcp, 2 threads",)
 def fio_seconds(path: Path, nbytes: int, *, write: bool) -> float | None:
     """How long fio takes to move that many bytes directly and, when writing, to sync them; None without fio.
 
-    fio counts whole milliseconds: None, too, for files that take less.
+    fio counts whole milliseconds: None, too, for files that take less. Blocks of 8 MiB at most divide a number of MiB.
     """
     if shutil.which("fio") is None:
         return None
-    block = 8 << 20
+    divisor = nbytes & -nbytes
+    block = min(8 << 20, divisor if divisor >= 1 << 20 else 1 << math.floor(math.log2(nbytes)))
     command = [
         "fio", "--name=limit", f"--filename={path}", f"--rw={'write' if write else 'read'}", f"--size={nbytes}",
-        f"--bs={min(block, 1 << math.floor(math.log2(nbytes)))}", "--direct=1", "--ioengine=io_uring", "--iodepth=4",
+        f"--bs={block}", "--direct=1", "--ioengine=io_uring", "--iodepth=4",
         "--end_fsync=1", "--output-format=json", "--randrepeat=0", "--thread",
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -76,7 +76,7 @@ def table(rows: list[Row], machine: dict[str, str], verdicts: list[dict[str, Any
         lines += ["| model | MiB | " + " | ".join(names) + " |", "|---|---:|" + "---:|" * len(names)]
         for model in dict.fromkeys(row["model"] for row in rows):
             found = _by_contender(rows, model, operation)
-            cells = [_seconds(found.get(name)) for name in names]
+            cells = [spread(found.get(name)) for name in names]
             lines.append(f"| {model} | {next(iter(found.values()))['nbytes'] / 2**20:.0f} | {' | '.join(cells)} |")
     lines += ["", "## save: median CPU seconds, and most extra memory", ""]
     names = list(dict.fromkeys(row["contender"] for row in rows if row["cpu_seconds"] is not None))
@@ -92,7 +92,7 @@ def table(rows: list[Row], machine: dict[str, str], verdicts: list[dict[str, Any
     return "\n".join(lines) + "\n"
 
 
-def _seconds(row: Row | None) -> str:
+def spread(row: Row | None) -> str:
     return f"{row['seconds']:.3f} ({row['seconds_min']:.3f}–{row['seconds_max']:.3f})" if row else "–"
 
 

@@ -635,6 +635,21 @@ def test_the_benchmark_measures_every_contender(tmp_path: Path) -> None:
 
 
 @pytest.mark.torture
+def test_the_benchmark_of_loaders_measures_every_tool(tmp_path: Path) -> None:
+    benchmark = str(ROOT / "benchmarks" / "loaders.py")
+    tiny = ["--mib", "1", "2", "--rounds", "1", "--tries", "1"]
+    folders = ["--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
+    out = run(benchmark, *tiny, *folders, cwd=tmp_path)
+    for operation in ("cold load", "warm load", "durable save"):
+        rows = out.partition(f"## {operation}: median seconds")[2].partition("##")[0]
+        for tool in ("fastensor, safetensors", "safetensors", "fastensor", "torch"):
+            assert re.search(rf"^\| {tool} \| \d\S+ \(.*\) \| \d\S+ \(.*\) \|$", rows, re.M), (operation, tool)
+    assert len(json.loads((tmp_path / "out.json").read_text())["verdicts"]) == 12
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.json", "out.md", "out.png"]
+    assert not os.listdir(tmp_path / "files")
+
+
+@pytest.mark.torture
 def test_the_benchmark_of_clients_of_a_service_measures_each_number(tmp_path: Path) -> None:
     benchmark = str(ROOT / "benchmarks" / "provision_clients.py")
     out = run(benchmark, "--clients", "1", "3", "--seconds", "0.5", "--output", str(tmp_path / "out"), cwd=tmp_path)
