@@ -52,7 +52,6 @@ def warm_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
         return program.stdout.readline() == "listens\n"
 
     monkeypatch.setattr(processes, "start", start)
-    monkeypatch.setattr(processes, "can_be_forked", lambda: False)
     yield started
     for program in started:
         program.wait(SECONDS)

@@ -69,7 +69,6 @@ class Connection:
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
         """Packets that the kernel has not taken, and descriptors that go with them."""
         self._packet = bytearray(_PACKET_NBYTES)
-        _live.add(self)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -202,14 +201,6 @@ class Connection:
             if events[0][1] & ~select.POLLOUT:
                 return True
             self.flush()
-
-
-_live: weakref.WeakSet[Connection] = weakref.WeakSet()
-
-
-def open_here() -> set[int]:
-    """Descriptors of the connections of this process."""
-    return {one.fileno() for one in _live}
 
 
 class Conversation:

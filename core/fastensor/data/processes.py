@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import errno
-import gc
 import hashlib
 import json
-import mmap
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import NoReturn
+from collections.abc import Callable
 
-from fastensor.data.connection import Connection, ConnectionLost, Message, open_here
+from fastensor.data.connection import Connection, ConnectionLost, Message
 from fastensor.files import launchers
 
 ANSWER_SECONDS = 60
 """Seconds that a service may take to start, and to answer: it may have to import torch."""
 _RETRY_SECONDS = 0.01
-_STANDARD = (0, 1, 2)
-_STATELESS = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-"""Files that processes may share: they have no state."""
-_OF_NO_SCRIPT = ("/memfd:fastensor-", "pipe:")
-"""Prefixes of the names of what no dataset reads: our own memory, and what shells and launchers leave open."""
-_MOST_FORKED_NBYTES = 1 << 30
-"""A fork keeps the memory that the other process gives up or changes later."""
 _START = """
 import importlib, json, os, sys
 if os.fork():
@@ -82,21 +67,6 @@ def reach(name: str) -> Connection:
     return connection
 
 
-@contextmanager
-def _listening(name: str) -> Iterator[socket.socket | None]:
-    """A socket at which the service of this name is found; None if another process has one."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        try:
-            listener.bind(_address(name))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            yield None
-            return
-        listener.listen(1024)
-        yield listener
-
-
 def start(name: str, module: str, *given: int) -> bool:
     """Start the service of this name, unless another process has.
 
@@ -111,9 +81,14 @@ def start(name: str, module: str, *given: int) -> bool:
     Raises:
         OSError: Python cannot be started.
     """
-    with _listening(name) as listener:
-        if listener is None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        try:
+            listener.bind(_address(name))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
             return False
+        listener.listen(1024)
         fds = [listener.fileno(), *given]
         paths = json.dumps([path or os.getcwd() for path in sys.path])
         status = subprocess.run(
@@ -127,84 +102,6 @@ def start(name: str, module: str, *given: int) -> bool:
     if status:
         raise OSError(f"{name} cannot be started: Python has ended with {status}")
     return True
-
-
-def fork(name: str, main: Callable[..., object], *given: int) -> bool:
-    """As :func:`start`, in a fork of this process, which has imported what takes long. See :func:`can_be_forked`.
-
-    Args:
-        main: gets what :func:`start` gives to that of the module.
-        given: further descriptors for ``main``.
-
-    Returns:
-        whether this call has started it.
-    """
-    with _listening(name) as listener:
-        if listener is None:
-            return False
-        if not (between := os.fork()):
-            _serve_and_exit(main, listener.detach(), *given)
-        with suppress(ChildProcessError):  # who ignores SIGCHLD has no children to wait for
-            os.waitpid(between, 0)
-    return True
-
-
-def _serve_and_exit(main: Callable[..., object], *fds: int) -> NoReturn:
-    """In a forked child, leave a service behind that is a child of nobody here. It has the standard error output, and
-    these descriptors."""
-    status = 1
-    try:
-        os.setsid()
-        if not os.fork():
-            let_go_of_all_but({2, *fds})
-            for number in signal.valid_signals():
-                if callable(signal.getsignal(number)):
-                    signal.signal(number, signal.SIG_DFL)
-            gc.freeze()  # what is the parent's is never collected: that might close or remove something
-            main(*fds)
-        status = 0
-    except BaseException:  # noqa: BLE001  # it is printed
-        traceback.print_exc()
-    finally:
-        os._exit(status)
-
-
-def can_be_forked() -> bool:
-    """True if a fork of this process, as it is, can go on for long in its own right: it would lack no thread of Python,
-    share nothing that is open, such as a GPU, and hold no more memory than services do.
-    """
-    ours = {*_STANDARD, *open_here()}
-    before = {fd: name for fd, name in open_files().items() if fd in ours or name.startswith(_OF_NO_SCRIPT)}
-    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
-    return is_alone(before) and (resident - shared) * mmap.PAGESIZE < _MOST_FORKED_NBYTES
-
-
-def is_alone(before: Mapping[int, str]) -> bool:
-    """True if this process has no other threads of Python, and nothing open but what was open before, and files without
-    a state.
-
-    Args:
-        before: what :func:`open_files` has found.
-    """
-    left = {fd for fd, name in open_files().items() if before.get(fd) != name and name not in _STATELESS}
-    return threading.active_count() == 1 and not left
-
-
-def open_files() -> dict[int, str]:
-    """By descriptor the names of all that this process has open."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # it was that of the listing itself
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-    return found
-
-
-def let_go_of_all_but(kept: Collection[int]) -> None:
-    """Have nothing in place of each other descriptor: its number is not free, so who still closes it harms nobody."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in open_files():
-        if fd not in kept and fd != null:
-            os.dup2(null, fd, inheritable=fd in _STANDARD)
 
 
 def connected(name: str) -> tuple[Connection, Message]:

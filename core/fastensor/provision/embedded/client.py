@@ -8,7 +8,6 @@ import signal
 import weakref
 from contextlib import suppress
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 from fastensor.data import processes
@@ -117,11 +116,7 @@ class EmbeddedEngine:
         """Start the service, if this process can. Returns whether it has."""
         if self._spec_fd is None:
             return False
-        module = "fastensor.provision.embedded.server"
-        if processes.can_be_forked():
-            started = processes.fork(self._name, import_module(module).main, self._spec_fd)
-        else:
-            started = processes.start(self._name, module, self._spec_fd)
+        started = processes.start(self._name, "fastensor.provision.embedded.server", self._spec_fd)
         self.has_started = self.has_started or started
         return started
 

@@ -21,6 +21,7 @@ import gc
 import os
 import signal
 import socket
+import threading
 import traceback
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -30,7 +31,6 @@ from typing import NoReturn, Protocol
 import torch
 
 from fastensor.data.connection import Connection, ConnectionLost
-from fastensor.data.processes import is_alone, let_go_of_all_but, open_files
 from fastensor.provision.embedded.protocol import Fork, Forked
 from fastensor.provision.embedded.spec import prepare
 
@@ -38,6 +38,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Libraries that are imported from now on start no threads. There are as many workers as processors."""
+_MAY_BE_SHARED = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+"""Files that the script may leave open: they have no state."""
 
 
 class Main(Protocol):
@@ -89,8 +91,7 @@ class ForkServer(ChildProcess):
         server_pid = os.getpid()
         pid = os.fork()
         if not pid:
-            let_go_of_all_but({theirs.fileno(), spec_fd, *kept, 0, 1, 2})
-            _run_and_exit(partial(_make_workers, Connection(theirs), server_pid, main, spec_fd, prepares=prepares))
+            _run_and_exit(partial(_make_workers, Connection(theirs), server_pid, main, spec_fd, kept, prepares=prepares))
         theirs.close()
         super().__init__(pid, Connection(ours))
 
@@ -121,9 +122,12 @@ def _run_and_exit(run: Callable[[], object]) -> NoReturn:
         os._exit(status)
 
 
-def _make_workers(connection: Connection, server_pid: int, main: Main, spec_fd: int, *, prepares: bool) -> None:
-    """Be a forkserver, in a forked child of the server."""
+def _make_workers(
+    connection: Connection, server_pid: int, main: Main, spec_fd: int, kept: Collection[int], *, prepares: bool
+) -> None:
+    """Be a forkserver, in a forked child of the server. Keeps nothing else of it open."""
     _die_with(server_pid)
+    _close_all_but({connection.fileno(), spec_fd, *kept, 0, 1, 2})
     torch.set_num_threads(1)
     for name in _ONE_THREAD:
         os.environ.setdefault(name, "1")
@@ -142,10 +146,11 @@ def _make_workers(connection: Connection, server_pid: int, main: Main, spec_fd: 
 def _prepare(spec_fd: int) -> None:
     """Import the user's script. Ends the process if that has started threads, which a fork would not have, or has left
     something open, which workers would share: its offset, its locks, and what it is connected to."""
-    before = open_files()
+    before = _open_files()
     with suppress(Exception, SystemExit):  # each worker tries again, and the trainer is told
         prepare(spec_fd)
-    if not is_alone(before):
+    left_open = {fd for fd, name in _open_files().items() if before.get(fd) != name and name not in _MAY_BE_SHARED}
+    if threading.active_count() > 1 or left_open:
         os._exit(1)
 
 
@@ -184,3 +189,18 @@ def _die_with(server_pid: int) -> None:
 
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value)
+
+
+def _close_all_but(kept: set[int]) -> None:
+    for fd in _open_files():
+        if fd not in kept:
+            os.close(fd)
+
+
+def _open_files() -> dict[int, str]:
+    """By descriptor the names of all that this process has open."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # it was that of the listing itself
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
