@@ -197,6 +197,15 @@ def test_samples_are_found_when_they_are_written() -> None:
     assert cache.take(samples)[0].tolist() == offsets.tolist()
 
 
+def test_samples_of_one_batch_lie_in_a_row_or_wherever_there_is_room() -> None:
+    cache = SampleCache(10, nbytes=4 * ROOM)
+    assert stored(cache, 0, 1, 2).tolist() == [0, ROOM, 2 * ROOM]
+    assert stored(cache, 2, 4).tolist() == [-1, 3 * ROOM]
+    assert stored(cache, 7, 3).tolist() == [-1, 3 * ROOM]  # 4 is used last, 7 after all others
+    assert cache.evictions == 1
+    check_bytes(cache, 10)
+
+
 def test_samples_that_were_not_written_are_dropped() -> None:
     cache, samples = SampleCache(10, nbytes=4 * ROOM), np.array([3, 4])
     cache.store(samples, np.array([ROOM, ROOM]), samples)

@@ -182,6 +182,16 @@ def test_nothing_is_copied_before_it_is_written() -> None:
         encoded.write_into(memory[:-1])
 
 
+def test_a_value_without_a_checksum_comes_back_and_is_not_taken_for_a_checked_one() -> None:
+    value = {"a": torch.arange(3), "b": b"xyz"}
+    encoded = encode(value)
+    memory = memoryview(bytearray(encoded.nbytes))
+    encoded.write_into(memory, checksum=False)
+    assert_same(decode(memory), value)
+    with pytest.raises(CorruptSampleError, match="CRC32"):
+        check(memory)
+
+
 def test_the_bytes_do_not_depend_on_what_was_there_before() -> None:
     encoded = encode({"a": torch.zeros(3), "b": b"xyz", "c": np.zeros(0)})
     memories = [memoryview(bytearray(bytes([fill]) * encoded.nbytes)) for fill in (0, 255)]

@@ -12,6 +12,7 @@ All takes 24 bytes for each sample of the dataset, and about a hundred for each 
 from __future__ import annotations
 
 from array import array
+from functools import lru_cache
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -88,10 +89,10 @@ class SampleCache:
     def take(self, positions: Integers) -> tuple[Integers, Integers]:
         """Offsets of samples, -1 for those that cannot be found; and their bytes. They are held from now on."""
         offsets, lengths = np.full(len(positions), -1), np.zeros(len(positions), np.int64)
-        for place, position in enumerate(positions.tolist()):
-            found = self.find(position)
-            if found is not None and position not in self._unwritten and position not in self._damaged:
-                offsets[place], lengths[place] = found
+        for place, position in enumerate(positions.tolist() if self.nbytes else ()):
+            offset = self._offsets[position]
+            if offset >= 0 and position not in self._unwritten and position not in self._damaged:
+                offsets[place], lengths[place] = offset, self._nbytes[position]
                 self.hold(position)
         return offsets, lengths
 
@@ -113,10 +114,17 @@ class SampleCache:
         """Offsets to write samples to; -1 where there are others that are used sooner, or held. They are held."""
         offsets = np.full(len(positions), -1)
         entries = zip(positions.tolist(), lengths.tolist(), next_uses.tolist(), strict=True)
-        for place, (position, nbytes, next_use) in enumerate(entries):
-            if self.find(position) is None and (found := self.place(position, nbytes, next_use=next_use)) is not None:
-                offsets[place] = found[0]
-                self._unwritten.add(position)
+        lacking = [(place, *one) for place, one in enumerate(entries) if self.nbytes and self._offsets[one[0]] < 0]
+        units = [_units(nbytes) for _, _, nbytes, _ in lacking]
+        begin = self._free.take(sum(units)) if lacking else None  # room for all is found as quickly as for one
+        for (place, position, nbytes, next_use), size in zip(lacking, units, strict=True):
+            if begin is not None:
+                self._put(position, begin, nbytes)
+                begin += size
+            elif self.place(position, nbytes, next_use=next_use) is None:
+                continue
+            offsets[place] = self._offsets[position]
+            self._unwritten.add(position)
         return offsets
 
     def written(self, positions: Integers, next_uses: Integers) -> None:
@@ -191,10 +199,8 @@ class SampleCache:
                 return None
             self._remove(last[1])
             self.evictions += 1
-        found = self._offsets[sample], self._nbytes[sample] = begin * ALIGNMENT, nbytes
-        self._holders[sample] = 1
-        self.samples += 1
-        return found
+        self._put(sample, begin, nbytes)
+        return self._offsets[sample], nbytes
 
     def hold(self, sample: int) -> None:
         """Keep a sample of the cache where it is until it is released."""
@@ -214,6 +220,12 @@ class SampleCache:
             heappush(self._last_uses, self._entry(next_use, sample))
             if len(self._last_uses) > 2 * self.samples + _OUTDATED:
                 self._sort()
+
+    def _put(self, sample: int, begin: int, nbytes: int) -> None:
+        """A sample has its place from now on, and is held."""
+        self._offsets[sample], self._nbytes[sample] = begin * ALIGNMENT, nbytes
+        self._holders[sample] = 1
+        self.samples += 1
 
     def _remove(self, sample: int) -> None:
         self._free.add(self._offsets[sample] // ALIGNMENT, _units(self._nbytes[sample]))
@@ -240,6 +252,12 @@ class SampleCache:
         heapify(self._last_uses)
 
 
+def kept_nbytes(nbytes: int) -> int:
+    """The bytes that a sample takes in the cache. What is placed together lies in a row, at such distances."""
+    return _units(nbytes) * ALIGNMENT
+
+
+@lru_cache(maxsize=4096)
 def _units(nbytes: int) -> int:
     """The size of a sample in the cache, in units of :data:`~fastensor.data.ring.ALIGNMENT`."""
     return rounded(max(-(-nbytes // ALIGNMENT), 1))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 from torch.utils.data import default_collate
 
 from fastensor.data.coalescing import Integers
@@ -30,8 +31,16 @@ class UserObjects:
     after_cache: Callable[[Any], Any] | None
 
 
-Sample: TypeAlias = memoryview | Skipped
-"""An encoded sample; or why it cannot be made."""
+class Fresh(NamedTuple):
+    """A sample that was read just now."""
+
+    value: Any
+    """As the source has given it. It is not changed."""
+    encoded: memoryview
+
+
+Sample: TypeAlias = memoryview | Fresh | Skipped
+"""An encoded sample, perhaps with its value; or why it cannot be made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,7 @@ class Found:
         """A sample that is not left out."""
         sample = self.samples[place]
         assert not isinstance(sample, Skipped)
-        return sample
+        return sample.encoded if isinstance(sample, Fresh) else sample
 
 
 def found_samples(
@@ -108,14 +117,16 @@ def read_samples(
     )
 
 
-def _read_together(contents: UserObjects, positions: Sequence[int], seed: int) -> list[memoryview]:
-    samples = []
+def _read_together(contents: UserObjects, positions: Sequence[int], seed: int) -> list[memoryview | Fresh]:
+    samples: list[memoryview | Fresh] = []
     seed_all(seed, *positions)  # a source may draw random numbers
     for position, value in zip(positions, contents.source.read(positions), strict=True):
-        seed_all(seed, position)
-        if contents.before_cache is not None:
+        if contents.before_cache is None:
+            samples.append(Fresh(value, _encoded(value, position)))
+        else:
+            seed_all(seed, position)
             value = _named(contents.before_cache, value, f"before_cache, of sample {position}")
-        samples.append(_written(_named(encoding.encode, value, f"sample {position}")))
+            samples.append(_encoded(value, position))  # not its value: the function may use its memory again
     return samples
 
 
@@ -154,7 +165,11 @@ def made_batch(
     served = contents()
     untouched = served.after_cache is None and collate_fn is None
 
-    def prepared(sample: memoryview, position: int) -> Any:
+    def prepared(sample: memoryview | Fresh, position: int) -> Any:
+        if isinstance(sample, Fresh):
+            if untouched:
+                return sample.value
+            sample = sample.encoded
         value = encoding.decode(sample if untouched else _copy(sample))
         if served.after_cache is None:
             return value
@@ -197,14 +212,13 @@ def _is_whole(sample: memoryview) -> bool:
     return True
 
 
-def _written(encoded: encoding.Encoded) -> memoryview:
-    memory = memoryview(bytearray(encoded.nbytes))
-    encoded.write_into(memory)
-    return memory
+def _encoded(value: Any, position: int) -> memoryview:
+    encoded: encoding.Encoded = _named(encoding.encode, value, f"sample {position}")
+    return encoded.copied()
 
 
 def _copy(sample: memoryview) -> memoryview:
-    return memoryview(bytearray(sample))
+    return np.array(sample, np.uint8).data
 
 
 def _named(function: Callable[[Any], Any], value: Any, what: str) -> Any:

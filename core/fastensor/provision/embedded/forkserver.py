@@ -80,9 +80,10 @@ class ForkServer(ChildProcess):
         main: what runs in each worker.
         spec_fd: what is served.
         prepares: whether it imports the user's script before it forks.
+        kept: descriptors that workers need, besides that of the spec.
     """
 
-    def __init__(self, main: Main, spec_fd: int, *, prepares: bool) -> None:
+    def __init__(self, main: Main, spec_fd: int, *, prepares: bool, kept: Collection[int] = ()) -> None:
         self.prepares = prepares
         self.awaited: set[int] = set()
         """The places of workers that it was asked for, and that have not come yet."""
@@ -90,7 +91,7 @@ class ForkServer(ChildProcess):
         server_pid = os.getpid()
         pid = os.fork()
         if not pid:
-            _run_and_exit(partial(_make_workers, Connection(theirs), server_pid, main, spec_fd, prepares=prepares))
+            _run_and_exit(partial(_make_workers, Connection(theirs), server_pid, main, spec_fd, kept, prepares=prepares))
         theirs.close()
         super().__init__(pid, Connection(ours))
 
@@ -121,10 +122,12 @@ def _run_and_exit(run: Callable[[], object]) -> NoReturn:
         os._exit(status)
 
 
-def _make_workers(connection: Connection, server_pid: int, main: Main, spec_fd: int, *, prepares: bool) -> None:
+def _make_workers(
+    connection: Connection, server_pid: int, main: Main, spec_fd: int, kept: Collection[int], *, prepares: bool
+) -> None:
     """Be a forkserver, in a forked child of the server. Keeps nothing else of it open."""
     _die_with(server_pid)
-    _close_all_but({connection.fileno(), spec_fd, 0, 1, 2})
+    _close_all_but({connection.fileno(), spec_fd, *kept, 0, 1, 2})
     torch.set_num_threads(1)
     for name in _ONE_THREAD:
         os.environ.setdefault(name, "1")

@@ -86,8 +86,7 @@ class EmbeddedServer(LocalServer[Client]):
         """Workers that have ended."""
         self._spec_fd = spec_fd
         self._tasks = Tasks(self._facts)
-        slabs_fd, self._slabs = shared_memory("fastensor-cache", max(self._facts.cache_nbytes, 1))
-        os.close(slabs_fd)  # workers, which are forked, have the memory
+        self._slabs_fd, self._slabs = shared_memory("fastensor-cache", max(self._facts.cache_nbytes, 1))
         self._worker_cpus = worker_cpus(_placements(), self._facts.workers)
         self._start_forkserver(range(self._facts.workers), prepares=True)
 
@@ -172,9 +171,14 @@ class EmbeddedServer(LocalServer[Client]):
     def _start_forkserver(self, places: Collection[int], *, prepares: bool) -> None:
         """Start the process that makes workers, and ask it for those of some places."""
         main = partial(
-            worker.main, spec_fd=self._spec_fd, slabs=self._slabs, seed=self._facts.seed, cpus=self._worker_cpus
+            worker.main,
+            spec_fd=self._spec_fd,
+            slabs_fd=self._slabs_fd,
+            slabs=self._slabs,
+            seed=self._facts.seed,
+            cpus=self._worker_cpus,
         )
-        self._forkserver = ForkServer(main, self._spec_fd, prepares=prepares)
+        self._forkserver = ForkServer(main, self._spec_fd, prepares=prepares, kept=(self._slabs_fd,))
         self.listen(self._forkserver.connection, self._hear_forkserver)
         self._forkserver.ask(places)
 
