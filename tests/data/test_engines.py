@@ -172,6 +172,25 @@ def test_the_kernel_is_not_told_about_what_comes_in_the_order_of_the_file(
         advised.clear()
 
 
+def test_large_values_in_the_order_of_the_file_are_what_was_read(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a read of its own, so that none is copied. The kernel is told about the first one, and reads ahead."""
+    advised: list[int] = []
+    read: list[bytes] = []
+    pread = os.pread
+
+    def reads(fd: int, nbytes: int, offset: int) -> bytes:
+        read.append(pread(fd, nbytes, offset))
+        return read[-1]
+
+    monkeypatch.setattr(posix, "advise", lambda fd, offset, nbytes, advice: advised.append(offset))
+    monkeypatch.setattr(os, "pread", reads)
+    offsets = np.arange(16) * (72 << 10) + 16
+    values = opened("willneed", fd, Merging()).fetch(Extents(offsets, np.full(16, 70_000))).take(0, 16, copied=True)
+    assert [*values] == [DATA[offset : offset + 70_000] for offset in offsets.tolist()]
+    assert [*map(id, values)] == [*map(id, read)]
+    assert advised == [16]
+
+
 @pytest.mark.parametrize("order", ["backwards", "far apart", "shuffled"])
 def test_the_kernel_is_told_about_all_reads_of_other_orders(
     fd: int, monkeypatch: pytest.MonkeyPatch, order: str
