@@ -224,6 +224,30 @@ def test_copies_are_bytes(fd: int, name: EngineName, fits: bool) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("kind", ["of one length", "of two lengths", "in any order", "too long"])
+def test_copies_of_many_small_values_are_bytes(fd: int, name: EngineName, kind: str) -> None:
+    """Those of one length are copied by NumPy."""
+    offsets, lengths = np.arange(2000) * 316 + 16, np.full(2000, 300)
+    if kind == "of two lengths":
+        lengths[::2] = 299
+    if kind == "in any order":
+        offsets = np.random.default_rng(1).permutation(offsets)
+    if kind == "too long":
+        offsets[-1] = len(DATA) - 299
+    engine = opened(name, fd, Merging())
+    fetch = engine.fetch(Extents(offsets, lengths))
+    places = [*zip(offsets.tolist(), (offsets + lengths).tolist(), strict=True)]
+    values = [*fetch.take(0, 900, copied=True), *fetch.take(900, 1000, copied=True)]
+    assert values == [DATA[begin:end] for begin, end in places[:1000]]
+    assert {type(value) for value in values} == {bytes}
+    if kind == "too long":
+        with pytest.raises(posix.EndOfFile, match=f"ends before offset {len(DATA) + 1}"):
+            fetch.take(1000, 2000, copied=True)
+    else:
+        assert fetch.take(1000, 2000, copied=True) == [DATA[begin:end] for begin, end in places[1000:]]
+    engine.close()
+
+
 def test_the_engine_is_chosen_by_what_is_in_memory(fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.pread(fd, len(DATA), 0)
     assert choose_engine(fd, 1e6) == "mapped"
