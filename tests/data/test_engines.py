@@ -172,6 +172,25 @@ def test_the_kernel_is_not_told_about_what_comes_in_the_order_of_the_file(
         advised.clear()
 
 
+def test_large_values_in_the_order_of_the_file_are_what_was_read(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a read of its own, so that none is copied. The kernel is told about the first one, and reads ahead."""
+    advised: list[int] = []
+    read: list[bytes] = []
+    pread = os.pread
+
+    def reads(fd: int, nbytes: int, offset: int) -> bytes:
+        read.append(pread(fd, nbytes, offset))
+        return read[-1]
+
+    monkeypatch.setattr(posix, "advise", lambda fd, offset, nbytes, advice: advised.append(offset))
+    monkeypatch.setattr(os, "pread", reads)
+    offsets = np.arange(16) * (72 << 10) + 16
+    values = opened("willneed", fd, Merging()).fetch(Extents(offsets, np.full(16, 70_000))).take(0, 16, copied=True)
+    assert [*values] == [DATA[offset : offset + 70_000] for offset in offsets.tolist()]
+    assert [*map(id, values)] == [*map(id, read)]
+    assert advised == [16]
+
+
 @pytest.mark.parametrize("order", ["backwards", "far apart", "shuffled"])
 def test_the_kernel_is_told_about_all_reads_of_other_orders(
     fd: int, monkeypatch: pytest.MonkeyPatch, order: str
@@ -202,6 +221,30 @@ def test_copies_are_bytes(fd: int, name: EngineName, fits: bool) -> None:
     else:
         with pytest.raises(posix.EndOfFile, match=f"ends before offset {len(DATA) + 1}"):
             fetch.take(3, 4, copied=True)
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", ["of one length", "of two lengths", "in any order", "too long"])
+def test_copies_of_many_small_values_are_bytes(fd: int, name: EngineName, kind: str) -> None:
+    """Those of one length are copied by NumPy."""
+    offsets, lengths = np.arange(2000) * 316 + 16, np.full(2000, 300)
+    if kind == "of two lengths":
+        lengths[::2] = 299
+    if kind == "in any order":
+        offsets = np.random.default_rng(1).permutation(offsets)
+    if kind == "too long":
+        offsets[-1] = len(DATA) - 299
+    engine = opened(name, fd, Merging())
+    fetch = engine.fetch(Extents(offsets, lengths))
+    places = [*zip(offsets.tolist(), (offsets + lengths).tolist(), strict=True)]
+    values = [*fetch.take(0, 900, copied=True), *fetch.take(900, 1000, copied=True)]
+    assert values == [DATA[begin:end] for begin, end in places[:1000]]
+    assert {type(value) for value in values} == {bytes}
+    if kind == "too long":
+        with pytest.raises(posix.EndOfFile, match=f"ends before offset {len(DATA) + 1}"):
+            fetch.take(1000, 2000, copied=True)
+    else:
+        assert fetch.take(1000, 2000, copied=True) == [DATA[begin:end] for begin, end in places[1000:]]
     engine.close()
 
 

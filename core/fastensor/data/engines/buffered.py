@@ -12,12 +12,12 @@ _ADVICE_NBYTES = 128 << 10
 """The kernel may ignore what one call of ``posix_fadvise`` asks for beyond the largest read-ahead of the device, whose
 default is this."""
 _STREAM_NBYTES = 1 << 20
-"""Size of reads in the order of the file. They need no advice: the kernel reads ahead of them, or all of one at once,
-into large folios, which takes a fifth of the time of the pages that advice brings, one by one."""
+"""Size of reads in the order of the file, of small values. They need no advice: the kernel reads ahead of them, or all
+of one at once, into large folios, which takes a fifth of the time of the pages that advice brings, one by one."""
 _NOWHERE = -1 << 62
 _READ_NBYTES = 64 << 10
 """With advice, reads are merged up to this size only. Larger ones are no faster, since many are under way. And a value
-that is larger has a read of its own then, which is the value without a copy."""
+that is larger has a read of its own then, which is the value without a copy; in the order of the file, too."""
 
 
 class BufferedEngine:
@@ -46,7 +46,8 @@ class BufferedEngine:
     def fetch(self, extents: Extents) -> Fetch:
         most = self._stream.gap_nbytes
         streams = self._advise and is_stream(extents, self._end, most)
-        reads = coalesce(extents, self._stream if streams else self._merging)
+        together = streams and extents.lengths.mean() < _READ_NBYTES
+        reads = coalesce(extents, self._stream if together else self._merging)
         gaps = reads.offsets - ends_before(reads.offsets, reads.lengths, self._end)
         follows = (streams & (gaps >= 0) & (gaps <= most)).tolist()
         self._end = int(extents.offsets[-1] + extents.lengths[-1])

@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 
 from fastensor.data.coalescing import Extents
-from fastensor.data.engines.base import Value
+from fastensor.data.engines.base import Value, copies_of_parts
 from fastensor.files import posix
 
 
@@ -45,9 +45,11 @@ class MappedFetch:
         self._extents = extents
 
     def take(self, begin: int, end: int, *, copied: bool = False) -> list[Value]:
-        offsets = self._extents.offsets[begin:end]
-        ends = offsets + self._extents.lengths[begin:end]
+        offsets, lengths = self._extents.offsets[begin:end], self._extents.lengths[begin:end]
+        ends = offsets + lengths
         if len(ends) and (last := int(ends.max())) > len(self._mapping):
             raise posix.EndOfFile(f"the file ends before offset {last}")
-        memory = self._mapping if copied else memoryview(self._mapping)
+        if copied:
+            return copies_of_parts(self._mapping, offsets, lengths)
+        memory = memoryview(self._mapping)
         return [memory[begin:end] for begin, end in zip(offsets.tolist(), ends.tolist(), strict=True)]
