@@ -1,11 +1,12 @@
 """How long training stands still for a checkpoint, and how it goes while the checkpoint is written.
 
-Run by ``make bench``. Two measurements, each in fresh processes, with contenders in turns:
+Run by ``make bench``. Three measurements, each in fresh processes, with contenders in turns:
 
 - *Stalls*: a state of GPT-2 with Adam, or a part of it, is saved again and again, each save once the one before is
   durable. Beside each, the same bytes are copied into memory that has been touched before: what a snapshot costs at
   least. The first save of a process, which touches its staging memory, stands apart.
 - *Throughput*: a small network is trained on all cores, in spells with and without saves in turns.
+- *Streamed*: a state that is larger than the staging memory is saved asynchronously, and as ``fastensor.save`` does.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from measuring import describe_machine, peak_memory, preload, settle
 from torch import nn
 
 import fastensor
+from fastensor.checkpoint.writing.freeing import wait_for_space
 
 OURS, SYNC, ASYNC, DCP, COPY = "fastensor", "lightning", "lightning async", "dcp async", "copy"
 CONTENDERS = (OURS, SYNC, ASYNC, DCP)
@@ -72,6 +74,18 @@ class Spell:
     contender: str
     """``nobody`` if nothing was saved."""
     steps_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """Two saves of a state that is larger than the staging memory, each from the call until it is durable."""
+
+    mib: int
+    staging_mib: int
+    tensors: int
+    stall_seconds: float
+    durable_seconds: float
+    synchronous_seconds: float
 
 
 Saver = Callable[[State, Path], Callable[[], None]]
@@ -175,6 +189,26 @@ def measure_stalls(contender: str, mib: int, saves: int, folder: Path, results: 
     results.send(Memory(mib, contender, sum(tensor.nbytes for tensor in state.values()), extra()))
 
 
+def measure_streamed(mib: int, tensors: int, staging_mib: int, saves: int, folder: Path, results: Any) -> None:
+    """In a fresh process: save a state in turns with both ways."""
+    state = {str(number): torch.randn((mib << 18) // tensors) for number in range(tensors)}
+    with fastensor.AsyncWriter(staging_bytes=staging_mib << 20) as writer:
+        for _ in range(saves):
+            settle()
+            started = time.perf_counter()
+            fastensor.save(state, folder / "streamed.ckpt")
+            synchronous = time.perf_counter() - started
+            wait_for_space()
+            settle()
+            started = time.perf_counter()
+            handle = writer.save(state, folder / "streamed.ckpt")
+            stall = time.perf_counter() - started
+            handle.result()
+            durable = time.perf_counter() - started
+            wait_for_space()
+            results.send(Streamed(mib, staging_mib, tensors, stall, durable, synchronous))
+
+
 class Torch:
     """A training step whose work is done by torch, on all cores."""
 
@@ -262,7 +296,9 @@ def median_speeds(spells: list[Spell]) -> list[dict[str, Any]]:
     return rows
 
 
-def judge(stalls: list[dict[str, Any]], memory: list[Memory], speeds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def judge(
+    stalls: list[dict[str, Any]], memory: list[Memory], streamed: list[Streamed], speeds: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """What was promised, what was measured, and whether it holds."""
     verdicts: list[dict[str, Any]] = []
 
@@ -281,10 +317,19 @@ def judge(stalls: list[dict[str, Any]], memory: list[Memory], speeds: list[dict[
         if one.contender == OURS:
             over = (one.extra_nbytes - one.state_nbytes) / 2**20
             promise(f"{one.mib} MiB: extra MiB beyond the checkpoint's", over, ALLOWED_NBYTES >> 20)
+    for found in by_size(streamed):
+        ratio = statistics.median(one.durable_seconds / one.synchronous_seconds for one in found)
+        promise(f"{found[0].mib} MiB through {found[0].staging_mib} MiB: durable / synchronous save", ratio, 1.2)
     for row in speeds:
         if row["contender"] == OURS and row["loop"] == "torch":
             promise("throughput with saves / without", row["throughput"], 0.95, at_least=True)
     return verdicts
+
+
+def by_size(streamed: list[Streamed]) -> list[list[Streamed]]:
+    """The pairs of saves of each size."""
+    sizes = dict.fromkeys((one.mib, one.staging_mib) for one in streamed)
+    return [[one for one in streamed if (one.mib, one.staging_mib) == size] for size in sizes]
 
 
 def _ratio(rows: dict[str, dict[str, Any]], name: str) -> float:
@@ -295,6 +340,7 @@ def table(
     machine: dict[str, str],
     stalls: list[dict[str, Any]],
     memory: list[Memory],
+    streamed: list[Streamed],
     speeds: list[dict[str, Any]],
     verdicts: list[dict[str, Any]],
 ) -> str:
@@ -311,6 +357,20 @@ def table(
         f"| {most[row['mib'], row['contender']]:.0f} MiB |"
         for row in stalls
     ]
+    lines += ["", "## a state that is larger than the staging memory (medians)", ""]
+    lines += [
+        "| MiB | tensors | staging | stall | durable after | synchronous save |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    for found in by_size(streamed):
+        stall, durable, synchronous = (
+            statistics.median(getattr(one, name) for one in found)
+            for name in ("stall_seconds", "durable_seconds", "synchronous_seconds")
+        )
+        lines.append(
+            f"| {found[0].mib} | {found[0].tensors} | {found[0].staging_mib} MiB | {stall:.2f} s | {durable:.2f} s "
+            f"| {synchronous:.2f} s |"
+        )
     lines += ["", "## training while a checkpoint is saved, relative to training alone (median)", ""]
     lines += ["| loop | contender | throughput |", "|---|---|---:|"]
     lines += [f"| {row['loop']} | {row['contender']} | {row['throughput']:.3f} |" for row in speeds]
@@ -324,6 +384,8 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 512, 1425], help="MiB of the state")
     parser.add_argument("--rounds", type=int, default=3, help="processes for each size and contender")
     parser.add_argument("--saves", type=int, default=6, help="in each of them")
+    parser.add_argument("--streamed-size", type=int, default=8192, help="MiB, in 32 tensors; 0 for none")
+    parser.add_argument("--streamed-staging", type=int, default=1024, help="MiB of the staging memory for these")
     parser.add_argument("--throughput-size", type=int, default=1024, help="MiB")
     parser.add_argument("--spells", type=int, default=7, help="of training with, and as many without a save")
     parser.add_argument("--spell-seconds", type=float, default=10.0)
@@ -335,6 +397,7 @@ def main() -> None:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     stalls: list[Stall] = []
     memory: list[Memory] = []
+    streamed: list[Streamed] = []
     spells: list[Spell] = []
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
@@ -346,6 +409,10 @@ def main() -> None:
                     *found, most = collect(measure_stalls, contender, mib, options.saves, folder)
                     stalls += found
                     memory.append(most)
+        if options.streamed_size:
+            print(f"{options.streamed_size} MiB, streamed ...", file=sys.stderr, flush=True)
+            size, staging = options.streamed_size, options.streamed_staging
+            streamed = collect(measure_streamed, size, 32, staging, options.rounds, folder)
         for loop in LOOPS:
             for contender in (OURS, ASYNC, DCP):
                 print(f"training, {loop}, {contender} ...", file=sys.stderr, flush=True)
@@ -358,14 +425,15 @@ def main() -> None:
         for key in dict.fromkeys((one.mib, one.contender) for one in memory)
     ]
     rows, speeds = median_stalls(stalls), median_speeds(spells)
-    verdicts = judge(rows, most_of_all, speeds)
-    text = table(machine, rows, most_of_all, speeds, verdicts)
+    verdicts = judge(rows, most_of_all, streamed, speeds)
+    text = table(machine, rows, most_of_all, streamed, speeds, verdicts)
     options.output.with_suffix(".md").write_text(text)
     result = {
         "machine": machine,
         "verdicts": verdicts,
         "stalls": [asdict(one) for one in stalls],
         "memory": [asdict(one) for one in memory],
+        "streamed": [asdict(one) for one in streamed],
         "spells": [asdict(one) for one in spells],
     }
     options.output.with_suffix(".json").write_text(json.dumps(result, indent=1))

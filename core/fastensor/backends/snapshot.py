@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from fastensor.backends.buffers import BUFFER_NBYTES, Buffer, BufferPool, Run, runs_of
+from fastensor.backends.buffers import BUFFER_COUNT, BUFFER_NBYTES, Buffer, BufferPool, Run, runs_of
 from fastensor.backends.copier import Copier, Window, copy_header
 from fastensor.backends.streams import Event, wait_for
 from fastensor.backends.threads import run_together, usable_cores
@@ -29,6 +29,9 @@ _MOST_AT_ONCE = 16
 """The most buffers that a thread fills at once. What a storage has in these is one copy if they are neighbours."""
 _SHARE = 4
 """A thread takes one in so many of the buffers that would be its part of what is left: so all threads end at once."""
+_AHEAD = 2 * BUFFER_COUNT
+"""The buffers by which staging is ahead of moving while more is left than the pool holds. The same ones are lent again
+and again, so their bytes are in the processor's cache when the CRC32s are taken, and when the disk fetches them."""
 
 
 class Snapshot:
@@ -82,8 +85,10 @@ class Snapshot:
         self._moved: Counter[int] = Counter()
         """Bytes of each buffer that have been moved."""
         self._staging = True
-        self._streams = False
+        self._streams = plan.nbytes > pool.nbytes
         """True if windows may be moved before all is staged; otherwise moving would take time from staging."""
+        self._begun = False
+        """True once moving has begun."""
         self._failure: BaseException | None = None
         self._moving_failure: BaseException | None = None
 
@@ -169,6 +174,7 @@ class Snapshot:
         if self._moved:
             raise BackendUnavailableError("a part of the snapshot has been given back; it cannot be moved again")
         self._moving_failure = None
+        self._begun = True
 
     def window(self, offset: int, nbytes: int) -> Window:
         """Wait until a part of the file is staged. Its headers have blanks, and its CRC32s were not taken.
@@ -192,9 +198,9 @@ class Snapshot:
             self._moved[number] += window.nbytes
             if self._moved[number] < min(BUFFER_NBYTES, self.nbytes - number * BUFFER_NBYTES):
                 return
-            buffer = self._staged.pop(number)
+            self._pool.give(self._staged.pop(number))
             del self._copied[number]
-        self._pool.give(buffer)
+            self._changed.notify_all()
 
     def moving_failed(self, failure: BaseException) -> None:
         """Raise ``failure`` from :meth:`window`, until :meth:`begin_moving` is called again."""
@@ -241,6 +247,7 @@ class Snapshot:
         """Take buffers for the next parts of the file, of those that are idle, at least one: many at first, fewer when
         little is left for the threads. Returns the buffers by their numbers; none if nothing is left to be filled."""
         with self._claiming:
+            self._wait_for_moving()
             if self._claimed == self._count or self._failure is not None:
                 return {}
             buffer = self._pool.wait_and_take(
@@ -249,10 +256,23 @@ class Snapshot:
             if buffer is None:
                 return {}
             left = self._count - self._claimed
-            most = min(_MOST_AT_ONCE, left if threads == 1 else max(left // (_SHARE * threads), 1))
+            most = min(_MOST_AT_ONCE, left if threads == 1 else max(left // (_SHARE * threads), 1), 1 + self._room())
             buffers = [buffer, *self._pool.take_idle(self._filling, most - 1)]
             first, self._claimed = self._claimed, self._claimed + len(buffers)
             return dict(enumerate(sorted(buffers, key=lambda one: one.address), first))
+
+    def _room(self) -> int:
+        """The number of buffers that may be claimed now, if they are idle."""
+        left = self._count - self._claimed
+        if not self._begun or left * BUFFER_NBYTES <= self._pool.nbytes:
+            return left
+        return _AHEAD - len(self._filling) - len(self._staged)
+
+    def _wait_for_moving(self) -> None:
+        """Wait while staging is far enough ahead of moving, unless what is left fits into the pool."""
+        if self._room() <= 0 and self._claimed < self._count and self._failure is None:
+            with self._streaming(), self._changed:
+                self._changed.wait_for(lambda: self._room() > 0 or self._failure is not None)
 
     @contextmanager
     def _streaming(self) -> Iterator[None]:

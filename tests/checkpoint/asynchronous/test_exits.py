@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import IO
 
+import programs
 import pytest
 import torch
 from disks import assert_only
@@ -83,8 +84,7 @@ def test_no_module_is_imported_by_a_thread(tmp_path: Path) -> None:
         print(sorted(set(sys.modules) - before))
     """
     paths = tmp_path / "x.ckpt", tmp_path / "x.safetensors"
-    with Program("-c", code, *paths, cold=True) as program:
-        assert program.communicate(timeout=TIMEOUT_SECONDS) == ("[]\n", "")
+    assert programs.run("-c", code, *paths, cold=True).stdout == "[]\n"
 
 
 def test_what_takes_too_long_is_given_up(path: Path) -> None:

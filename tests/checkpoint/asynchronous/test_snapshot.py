@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pickle
 import random
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,8 @@ from states import assert_equal, trees
 
 import fastensor
 from fastensor import AsyncWriter
-from fastensor.backends.buffers import BUFFER_NBYTES
+from fastensor.backends import snapshot as snapshots
+from fastensor.backends.buffers import BUFFER_NBYTES, BufferPool
 from fastensor.backends.registry import available_names
 from fastensor.backends.snapshot import Snapshot
 from fastensor.checkpoint.asynchronous import work
@@ -24,6 +28,7 @@ from fastensor.errors import LayoutError
 from fastensor.stitch import torch_zip
 
 MIB = 1 << 20
+PATIENCE_SECONDS = 60
 
 
 def test_nothing_that_happens_later_is_in_the_file(tmp_path: Path, gate: Any) -> None:
@@ -91,6 +96,36 @@ def test_a_file_larger_than_the_staging_memory(
         used = "numpy" if backend == "torch" else backend
         assert backend == "auto" or report.backend == used
         assert [fallback.backend for fallback in report.fallbacks] == (["torch"] if backend == "torch" else [])
+
+
+@pytest.mark.parametrize(("moving", "most_lent"), [(True, 2), (False, 4)])
+def test_a_file_larger_than_the_pool(monkeypatch: pytest.MonkeyPatch, moving: bool, most_lent: int) -> None:
+    """It is staged little by little while it is moved. While another file is moved, it fills the pool."""
+    monkeypatch.setattr(snapshots, "_AHEAD", 2)
+    lent: list[int] = []
+    waiting = threading.Event()
+
+    @contextmanager
+    def note() -> Iterator[None]:
+        lent.append((pool.nbytes - pool.free_nbytes) // BUFFER_NBYTES)
+        waiting.set()
+        yield
+
+    state = {"w": torch.zeros(8 * BUFFER_NBYTES, dtype=torch.uint8)}
+    planned = torch_zip.plan(state, pickle_module=pickle, pickle_protocol=2)
+    with closing(BufferPool(lambda: 4 * BUFFER_NBYTES)) as pool:
+        pool.reserve(planned.nbytes)
+        snapshot = Snapshot(planned, pool, while_waiting=note)
+        if moving:
+            snapshot.begin_moving()
+        staging = threading.Thread(target=snapshot.stage)
+        staging.start()
+        assert waiting.wait(PATIENCE_SECONDS)
+        assert lent == [most_lent]
+        for offset in range(0, planned.nbytes, BUFFER_NBYTES):
+            snapshot.give_back(snapshot.window(offset, min(BUFFER_NBYTES, planned.nbytes - offset)))
+        staging.join()
+        assert pool.free_nbytes == pool.nbytes
 
 
 @pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
