@@ -91,7 +91,9 @@ class ForkServer(ChildProcess):
         server_pid = os.getpid()
         pid = os.fork()
         if not pid:
-            _run_and_exit(partial(_make_workers, Connection(theirs), server_pid, main, spec_fd, kept, prepares=prepares))
+            _run_and_exit(
+                partial(_make_workers, Connection(theirs), server_pid, main, spec_fd, kept, prepares=prepares)
+            )
         theirs.close()
         super().__init__(pid, Connection(ours))
 
