@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from fastensor.checkpoint.models.modules import load_model, save_model
     from fastensor.checkpoint.reading.lazy import LazyCheckpoint, open
     from fastensor.checkpoint.reading.load import load, load_with_report
-    from fastensor.checkpoint.report import LoadReport, SaveReport
+    from fastensor.checkpoint.report import LoadReport
     from fastensor.checkpoint.tools.catalog import Inspection, TensorInfo
     from fastensor.checkpoint.tools.comparing import DamagedCheckpointError, VerifyReport
     from fastensor.checkpoint.tools.convert import convert
     from fastensor.checkpoint.tools.diff import Difference, TensorDifference, diff
     from fastensor.checkpoint.tools.inspect import inspect
     from fastensor.checkpoint.tools.verify import verify
+    from fastensor.checkpoint.writing.report import SaveReport
     from fastensor.checkpoint.writing.save import save
     from fastensor.errors import (
         BackendUnavailableError,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from fastensor.select.current import current_selector, use_selector
     from fastensor.select.dictionary import Change, Dictionary, DictionaryError
     from fastensor.select.selector import Selector
-    from fastensor.stitch.parts import Damage
+    from fastensor.stitch.damage import Damage
     from fastensor.store.ref import TensorRef
     from fastensor.store.tensor_store import TensorStore
     from fastensor.store.tools import StoreStatistics
@@ -78,7 +79,8 @@ else:
         "fastensor.checkpoint.reading.lazy": ("LazyCheckpoint", "open"),
         "fastensor.checkpoint.reading.load": ("load", "load_with_report"),
         "fastensor.checkpoint.models.modules": ("load_model", "save_model"),
-        "fastensor.checkpoint.report": ("LoadReport", "SaveReport"),
+        "fastensor.checkpoint.report": ("LoadReport",),
+        "fastensor.checkpoint.writing.report": ("SaveReport",),
         "fastensor.checkpoint.writing.save": ("save",),
         "fastensor.checkpoint.tools.verify": ("verify",),
         "fastensor.errors": (
@@ -107,7 +109,7 @@ else:
         "fastensor.select.current": ("current_selector", "use_selector"),
         "fastensor.select.dictionary": ("Change", "Dictionary", "DictionaryError"),
         "fastensor.select.selector": ("Selector",),
-        "fastensor.stitch.parts": ("Damage",),
+        "fastensor.stitch.damage": ("Damage",),
         "fastensor.store.ref": ("TensorRef",),
         "fastensor.store.tensor_store": ("TensorStore",),
         "fastensor.store.tools": ("StoreStatistics",),

@@ -14,7 +14,8 @@ from programs import run
 import fastensor
 from fastensor.backends import registry
 from fastensor.backends.base import Backend
-from fastensor.checkpoint.report import LoadReport, SaveReport
+from fastensor.checkpoint.report import LoadReport
+from fastensor.checkpoint.writing.report import SaveReport
 from fastensor.cli import main
 from fastensor.errors import UnknownBackendError
 from fastensor.offload import ActivationOffload, OffloadConfig

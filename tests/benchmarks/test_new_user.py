@@ -45,9 +45,18 @@ def test_one_use(tmp_path: Path, load: Callable[[str], ModuleType], operation: s
     assert 0 < first_use.use_once("tiny", operation, way, tmp_path / "x") < 60
 
 
+@pytest.mark.parametrize("way", ["fastensor, safetensors", "safetensors"])
+def test_loads_with_imports(tmp_path: Path, load: Callable[[str], ModuleType], way: str) -> None:
+    first_use = load("first_use")
+    first_use.use_once("tiny", "durable save", way, tmp_path / "x")
+    row = first_use.Row("tiny", "import and warm load", way, "", 1.0)
+    assert 0 < first_use.in_fresh_process(row, way, tmp_path / "x") < 60
+
+
 def test_lines_of_one_use(load: Callable[[str], ModuleType]) -> None:
     first_use = load("first_use")
-    saved, *_, inspected, _, _, _ = first_use.ROWS
+    saved, *_ = first_use.ROWS
+    *_, inspected = (row for row in first_use.ROWS if row.operation == "inspect")
     line, measured = first_use.line_of(saved, {"fastensor": [1.0, 3.0, 2.0], "torch": [1.0, 1.0, 1.0]})
     assert (measured, line.endswith("| 2.00 | 1 | **no** |")) == (2.0, True)
     line, measured = first_use.line_of(inspected, {inspected.ours: [0.5]})

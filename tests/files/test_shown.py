@@ -18,13 +18,14 @@ from public import GIVEN, public_names
 import fastensor
 from fastensor.backends.registry import Fallback
 from fastensor.checkpoint.dcp import FastensorStorageReader, FastensorStorageWriter
-from fastensor.checkpoint.report import LoadReport, SaveReport
+from fastensor.checkpoint.report import LoadReport
+from fastensor.checkpoint.writing.report import SaveReport
 from fastensor.data import LmdbDataset, LmdbLoader, ReadAheadSampler
 from fastensor.files.shown import record_repr, shown
 from fastensor.offload import ActivationOffload, EncodedBytes, OffloadConfig
 from fastensor.offload.statistics import PlannedTensor
 from fastensor.provision import DataService, FileSource, LoaderStatistics, ProvisionedLoader
-from fastensor.stitch.parts import Damage
+from fastensor.stitch.damage import Damage
 from fastensor_accelerate import (
     ActivationOffloadHook,
     CheckpointMapping,

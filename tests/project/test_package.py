@@ -74,8 +74,8 @@ def test_importing_loads_nothing_heavy() -> None:
 
 
 FIRST_CALLS = {
-    "load .safetensors": ("fastensor.load('x.safetensors')", 49),
-    "load .ckpt": ("fastensor.load('x.ckpt')", 52),
+    "load .safetensors": ("fastensor.load('x.safetensors')", 39),
+    "load .ckpt": ("fastensor.load('x.ckpt')", 42),
     "save": ("fastensor.save({'weight': torch.ones(1 << 20)}, 'y.ckpt')", 60),
 }
 """Calls, and the most modules of ours that a process imports for it, with those of ``import fastensor``."""

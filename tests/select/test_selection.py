@@ -416,6 +416,19 @@ def test_small_files_are_moved_by_the_rule_and_nothing_is_learned(tmp_path: Path
         assert found.explored + found.exploited == 4
 
 
+@pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
+def test_loads_to_the_host_are_by_the_rule_as_long_as_it_has_one_answer(tmp_path: Path, name: str) -> None:
+    fastensor.save({"w": torch.zeros(2 << 20)}, tmp_path / name, backend="numpy")
+    code = (
+        "import sys, fastensor\n"
+        "loaded = fastensor.load_with_report(sys.argv[1])[1]\n"
+        "print(loaded.backend, loaded.reason, 'fastensor.select.selector' in sys.modules)"
+    )
+    variables = {"FASTENSOR_DICTIONARIES": str(tmp_path / "dictionaries")}
+    assert run("-c", code, tmp_path / name, cold=True, **variables).stdout.strip() == "numpy by size False"
+    assert not (tmp_path / "dictionaries").exists()
+
+
 def test_neither_a_name_nor_a_selector(tmp_path: Path) -> None:
     for call in (lambda: fastensor.save({}, tmp_path / "x", backend=3), lambda: fastensor.load("x", backend=None)):  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"a name or a fastensor\.Selector"):
@@ -436,14 +449,14 @@ PROGRAM = """
 import itertools, sys, time, torch, fastensor
 time.perf_counter = itertools.count().__next__  # every transfer takes equally long
 path, uses, what = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-state = {"w": torch.arange(200_000)}
+state = {"w": torch.arange(600_000)}  # a smaller one the rule would save
 store = fastensor.TensorStore(path + ".tensors")
 for _ in range(uses):
     if what == "tensors":
         store.get(store.put(state["w"]))
     else:
         fastensor.save(state, path)
-        fastensor.load(path)
+        fastensor.save(state, path)
 statistics = fastensor.current_selector(path, of=what).statistics()
 print(statistics.explored, statistics.exploited)
 """

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from fastensor.checkpoint.location import Location, RemotePath, Target, locate
-from fastensor.checkpoint.nested import is_nested
 from fastensor.errors import SaveDroppedError
 from fastensor.files import posix
 
@@ -106,7 +105,10 @@ class PendingWork(ABC):
         return nullcontext()
 
     def wait(self) -> None:
-        """Return when the work is done; at once if the caller must not wait (see :func:`is_nested`)."""
+        """Return when the work is done; at once if the caller must not wait (see
+        :func:`~fastensor.checkpoint.nested.is_nested`)."""
+        from fastensor.checkpoint.nested import is_nested  # imported by whoever has accepted the work
+
         if not self.done and not is_nested():
             with self.hurried():
                 self.future.exception()

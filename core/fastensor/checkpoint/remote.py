@@ -21,8 +21,8 @@ from fastensor.backends.registry import Fallback, announce, record_fallback
 from fastensor.backends.ring_reader import RingReader
 from fastensor.checkpoint.location import NO_LOCAL_FILE, RemotePath, keep_in_children, locate
 from fastensor.checkpoint.reading.opened import LocalFile, OpenedFile, OpenedReader, ReadOptions
-from fastensor.checkpoint.report import Freeing
 from fastensor.checkpoint.writing.outputs import StreamOutput
+from fastensor.checkpoint.writing.report import Freeing
 from fastensor.errors import BackendUnavailableError, FastensorError
 from fastensor.files.posix import TEMPORARY_SUFFIX
 

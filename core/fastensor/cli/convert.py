@@ -11,10 +11,10 @@ import torch
 
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import RemotePath, locate
-from fastensor.checkpoint.report import SaveReport
 from fastensor.checkpoint.tools.conversion.settings import ConvertSettings
 from fastensor.checkpoint.tools.conversion.sources import what_shares_memory
 from fastensor.checkpoint.tools.convert import convert_by
+from fastensor.checkpoint.writing.report import SaveReport
 from fastensor.cli.output import OK, print_json, printable
 from fastensor.errors import FastensorError
 from fastensor.files.progress_bar import progress_bar

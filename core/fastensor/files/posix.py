@@ -49,6 +49,9 @@ _BTRFS = 0x9123683E
 _SHARING_FILESYSTEMS = {0x58465342: "xfs", _BTRFS: "btrfs", 0xCA451A4E: "bcachefs"}
 _FICLONERANGE = 0x4020940D
 """The number of the request where most architectures have it. On others, the kernel does not know this one."""
+_ADVICE_NBYTES = 128 << 10
+"""The kernel may ignore what one call of ``posix_fadvise`` asks for beyond the largest read-ahead of the device, whose
+default is this."""
 _MOVED_NBYTES = 64 << 20
 _NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 """Errors by which filesystems and kernels refuse files without names."""
@@ -146,6 +149,12 @@ def advise(fd: int, offset: int, nbytes: int, advice: int) -> None:
         os.posix_fadvise(fd, offset, nbytes, advice)
     except OSError:
         pass
+
+
+def will_need(fd: int, nbytes: int) -> None:
+    """Have the kernel begin to read the first ``nbytes`` bytes of a file into the page cache."""
+    for begin in range(0, nbytes, _ADVICE_NBYTES):
+        advise(fd, begin, min(_ADVICE_NBYTES, nbytes - begin), os.POSIX_FADV_WILLNEED)
 
 
 def sync_file(fd: int) -> None:

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_USER = re.compile(r"://[^/\s'\"]*@")
-_QUERY = re.compile(r"(://[^?#\s'\"]*)[?#][^\s'\"]+")
+_USER = r"://[^/\s'\"]*@"
+_QUERY = r"(://[^?#\s'\"]*)[?#][^\s'\"]+"
 _WHOLE_ITEMS, _WHOLE_LETTERS = 8, 120
 """A collection is shown whole if it has no more."""
 
@@ -76,7 +76,7 @@ def without_secrets(text: str) -> str:
     """
     if "://" not in text:
         return text
-    return _QUERY.sub(r"\1?***", _USER.sub("://***@", text))
+    return re.sub(_QUERY, r"\1?***", re.sub(_USER, "://***@", text))
 
 
 def _is_default(field: dataclasses.Field[Any], value: object) -> bool:

@@ -14,7 +14,7 @@ from fastensor.backends import registry
 from fastensor.backends.base import Backend
 from fastensor.backends.registry import why_unavailable
 from fastensor.errors import BackendUnavailableError, FastensorError
-from fastensor.select.context import Choice, Context, by_rule
+from fastensor.select.context import Choice, Context, by_rule, is_small
 
 if TYPE_CHECKING:
     from fastensor.select.choice import Mode
@@ -31,9 +31,6 @@ EXPLORE_VARIABLE = "FASTENSOR_EXPLORE"
 """Environment variable. With a no, no backend is tried and no timing is learned, so choices are always the same."""
 _YES = ("1", "true", "yes", "on")
 _NO = ("0", "false", "no", "off")
-SMALL_NBYTES = 1 << 20
-"""Smaller files are moved as the rule says, and nothing is looked up or learned: that would take longer than the best
-backend could save."""
 for_all: Selector | None = None
 """What :func:`fastensor.use_selector` has set."""
 if TYPE_CHECKING:
@@ -60,6 +57,11 @@ def check_choice(choice: BackendChoice) -> None:
 
         if not isinstance(choice, Selector):
             raise TypeError(f"backend is a name or a fastensor.Selector, found {choice!r}")
+
+
+def rule_decides(choice: BackendChoice, nbytes: int, context: Context) -> bool:
+    """True if a transfer is made as the rule says, and nothing is looked up or learned for it."""
+    return choice == registry.AUTO and for_all is None and is_small(context, nbytes)
 
 
 def explores() -> bool:
@@ -156,7 +158,7 @@ class Transfer:
         """
         if isinstance(choice, str) and choice != registry.AUTO:
             return cls((registry.get(choice).name, *LAST_RESORTS), nbytes, context)
-        if choice == registry.AUTO and nbytes < SMALL_NBYTES and for_all is None:
+        if rule_decides(choice, nbytes, context):
             return cls((by_rule(context, nbytes), *LAST_RESORTS), nbytes, context, reason="by size")
         from fastensor.select.current import current_selector  # small files need nothing of it
 

@@ -4,10 +4,12 @@ are records of an archive. Pure."""
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastensor.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from fastensor.stitch.damage import Damage
 
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 """The header in front of a record of a zip archive (PKWARE APPNOTE 6.3, section 4.3.7)."""
@@ -47,26 +49,6 @@ class Part(NamedTuple):
         return "the file was damaged after it was written"
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """A part of a file whose bytes are not those that were saved."""
-
-    part: str
-    """The title of the part, such as ``record 'archive/data/0'``."""
-    offset: int
-    """Offset of the part in the file."""
-    nbytes: int
-    found: int
-    """The CRC32 that its bytes have."""
-    expected: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.part} ({self.nbytes} bytes at offset {self.offset}) has CRC32 {self.found:08x}, "
-            f"expected {self.expected:08x}"
-        )
-
-
 def find_damage(part: Part, offset: int, found: int) -> Damage | None:
     """Compare the CRC32 of the data that was read with the one that the file carries.
 
@@ -80,6 +62,8 @@ def find_damage(part: Part, offset: int, found: int) -> Damage | None:
     """
     if part.crc32 is None or found == part.crc32:
         return None
+    from fastensor.stitch.damage import Damage  # most files have none
+
     return Damage(part.title, offset, part.nbytes, found, part.crc32)
 
 

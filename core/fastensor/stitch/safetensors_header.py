@@ -44,6 +44,8 @@ DTYPES: tuple[tuple[str, str, int], ...] = (
 """Name in the file, name in torch (empty if torch has none), bits per element; in the order of tensors in a file."""
 _BITS = {name: bits for name, _, bits in DTYPES}
 FROM_FILE: dict[str, torch.dtype] = {name: getattr(torch, own) for name, own, _ in DTYPES if hasattr(torch, own)}
+_FIELDS = {"dtype", "shape", "data_offsets"}
+"""What a header says of each tensor."""
 _LEAST_ENTRY_NBYTES = 60
 """About as much of a header says where a tensor is."""
 _COPIED = (
@@ -199,7 +201,7 @@ def _parse_checksums(text: str, tensors: int, data: bytes, where: str) -> list[i
 
 def _parse_tensor(name: str, value: Any, crc32: int | None, base: int, where: str) -> Part:
     here = f"{where}: tensor {name!r} in the header"
-    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(value, dict) or value.keys() != _FIELDS:
         raise CorruptCheckpointError(
             f"{here} is described by {_shortened(value)}, expected dtype, shape and data_offsets"
         )

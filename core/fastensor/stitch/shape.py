@@ -17,9 +17,10 @@ def is_shape(sizes: Sequence[int]) -> bool:
     """
     numel = 1
     for size in sizes:
-        numel *= max(size, 1)
-        if numel > MAX_SIZE:
-            return False
+        if size > 1:
+            numel *= size
+            if numel > MAX_SIZE:
+                return False
     return True
 
 

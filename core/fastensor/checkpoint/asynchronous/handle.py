@@ -8,7 +8,7 @@ from typing import Any
 
 from fastensor.checkpoint.asynchronous.work import Save, SaveStage
 from fastensor.checkpoint.nested import is_nested
-from fastensor.checkpoint.report import SaveReport
+from fastensor.checkpoint.writing.report import SaveReport
 from fastensor.files.arguments import checks_keywords
 from fastensor.files.shown import shown
 

@@ -17,7 +17,7 @@ from fastensor.checkpoint.asynchronous.pace import Pace
 from fastensor.checkpoint.asynchronous.statistics import SaveCounters
 from fastensor.checkpoint.nested import is_nested
 from fastensor.checkpoint.ordering import PendingWork
-from fastensor.checkpoint.report import SaveReport
+from fastensor.checkpoint.writing.report import SaveReport
 from fastensor.checkpoint.writing.save_transaction import ByTorch, SaveTransaction
 from fastensor.errors import CheckpointWriteError, SaveDroppedError
 from fastensor.files.os_errors import kept_at

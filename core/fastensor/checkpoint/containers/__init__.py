@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, cast
 
-from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.reading.opened import OpenedFile, read_exactly
 from fastensor.errors import CorruptCheckpointError
 from fastensor.stitch.parts import LOCAL_SIGNATURE, Part
@@ -33,12 +32,12 @@ if TYPE_CHECKING:
     from fastensor.checkpoint.location import Location
     from fastensor.checkpoint.progress import Progress
     from fastensor.checkpoint.reading.request import Loaded, LoadRequest
-    from fastensor.checkpoint.report import SaveReport
     from fastensor.checkpoint.tools.catalog import Catalog
     from fastensor.checkpoint.tools.comparing import VerifyReport
     from fastensor.checkpoint.tools.contents import OpenCheckpoint
     from fastensor.checkpoint.tools.conversion.settings import ConvertSettings
     from fastensor.checkpoint.tools.conversion.sources import ConversionSource
+    from fastensor.checkpoint.writing.report import SaveReport
     from fastensor.select.transfer import BackendChoice
 
 Container: TypeAlias = Literal["torch", "safetensors", "legacy"]
@@ -150,6 +149,8 @@ def directory_container(name: str | None) -> DirectoryContainer | None:
 
 def container_at(location: Location) -> DirectoryContainer | None:
     """The module of the container of a directory; None if the location is no checkpoint that is a directory."""
+    from fastensor.checkpoint.directories import metadata_names  # a load of a file needs nothing of it
+
     return directory_container("dcp" if metadata_names(location) else None)
 
 

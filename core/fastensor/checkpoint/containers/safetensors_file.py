@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fastensor.backends.memory import copy_memory, storage_on
 from fastensor.checkpoint.containers import ToCompare
 from fastensor.checkpoint.reading.opened import OpenedFile, named_in_errors, read_exactly
 from fastensor.checkpoint.reading.placement import MapLocation, check_destination, filled, may_be_filled_at_once, place
@@ -45,7 +45,7 @@ def load(file: OpenedFile, request: LoadRequest) -> Loaded:
     tensors = dict.fromkeys((part.name for part in parts), torch.empty(0))  # in the order of the header
     with without_collection(len(order)), open_reader(file, order, request) as reader:
         for part in order:
-            tensors[part.name] = _as_tensor(read(reader, part, request.map_location), part, file.where)
+            tensors[part.name] = read(reader, part, request.map_location, file.where)
         verified = header.checked and request.checked
         return Loaded(tensors, reader.backend, reader.reason, verified, header.unchecked)
 
@@ -111,21 +111,23 @@ def _check_is_not_too_large(file: OpenedFile, length: int) -> None:
         )
 
 
-def _read_to_device(reader: PartReader, part: Part, map_location: MapLocation) -> torch.UntypedStorage:
-    """The bytes of a tensor, verified, on their device."""
-    return filled(part.nbytes, _SAVED_FROM, map_location, partial(reader.read, part))
+def _read_to_device(reader: PartReader, part: Part, map_location: MapLocation, where: str) -> torch.Tensor:
+    """A tensor, verified, on its device."""
+    return _as_tensor(filled(part.nbytes, _SAVED_FROM, map_location, partial(reader.read, part)), part, where)
 
 
-def _read_by_way_of_host(reader: PartReader, part: Part, map_location: MapLocation) -> torch.UntypedStorage:
-    """The bytes of a tensor, verified, read to the host first. Small neighbours are read together."""
+def _read_by_way_of_host(reader: PartReader, part: Part, map_location: MapLocation, where: str) -> torch.Tensor:
+    """A tensor, verified, read to the host first. Small neighbours are read together."""
     if is_joined(part):
-        storage = storage_on(_HOST, part.nbytes)
+        tensor = torch.empty(part.shape, dtype=torch_dtype(part, where), device=_HOST)
         if part.nbytes:
             begin = reader.read_small(part)
-            copy_memory(storage.data_ptr(), reader.window.address_of(begin), part.nbytes)
+            ctypes.memmove(tensor.data_ptr(), reader.window.address_of(begin), part.nbytes)
     else:
-        storage = torch.from_numpy(reader.read_array(part)).untyped_storage()
-    return place(storage, _SAVED_FROM, map_location)
+        tensor = _as_tensor(torch.from_numpy(reader.read_array(part)).untyped_storage(), part, where)
+    storage = tensor.untyped_storage()
+    placed = place(storage, _SAVED_FROM, map_location)
+    return tensor if placed is storage else _as_tensor(placed, part, where)
 
 
 def _chosen(parts: Sequence[Part], keys: Iterable[str] | None, where: str) -> Sequence[Part]:

@@ -33,7 +33,7 @@ from fastensor.checkpoint.cooperative.replicas import (
     storages_of,
 )
 from fastensor.checkpoint.nested import is_nested
-from fastensor.checkpoint.report import Freeing, SaveReport
+from fastensor.checkpoint.writing.report import Freeing, SaveReport
 from fastensor.checkpoint.writing.save import SaveOptions, SaveSettings
 from fastensor.checkpoint.writing.save_transaction import ByTorch
 from fastensor.errors import CheckpointWriteError, ReplicaMismatchError

@@ -29,7 +29,7 @@ from fastensor.checkpoint.models.sharded import check_holds, files_at, files_beh
 from fastensor.checkpoint.progress import Progress, tell_part
 from fastensor.checkpoint.reading.load import load
 from fastensor.checkpoint.reading.opened import opened
-from fastensor.checkpoint.report import SaveReport, warn_unverified
+from fastensor.checkpoint.report import warn_unverified
 from fastensor.checkpoint.tools.catalog import check_root, dict_in
 from fastensor.checkpoint.tools.cataloged import open_files
 from fastensor.checkpoint.tools.contents import OpenCheckpoint
@@ -37,6 +37,7 @@ from fastensor.checkpoint.tools.conversion.selection import beside, renamed
 from fastensor.checkpoint.tools.conversion.settings import ConvertSettings
 from fastensor.checkpoint.tools.conversion.sources import ConversionSource, metadata_in_words
 from fastensor.checkpoint.tools.verify import verify as verify_source
+from fastensor.checkpoint.writing.report import SaveReport
 from fastensor.errors import UnsupportedContentError
 from fastensor.files.budgets import available_memory
 from fastensor.files.words import human_size

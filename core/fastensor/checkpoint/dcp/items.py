@@ -22,8 +22,9 @@ from fastensor.checkpoint.reading.opened import FileView, OpenedFile, OpenedRead
 from fastensor.checkpoint.reading.reader import Memory, PartReader, new_array
 from fastensor.checkpoint.tools.comparing import DamagedCheckpointError, VerifyReport, verify_opened
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, UnsupportedContentError
+from fastensor.stitch.damage import Damage
 from fastensor.stitch.image import CHECKSUM_NBYTES
-from fastensor.stitch.parts import Damage, Part
+from fastensor.stitch.parts import Part
 from fastensor.stitch.shards import TensorArchive, archive_of
 from fastensor.stitch.signatures import refuse_foreign
 

@@ -33,8 +33,9 @@ from fastensor.checkpoint.progress import Meter, Progress, reporting, tell_part
 from fastensor.checkpoint.reading.load import load
 from fastensor.checkpoint.reading.placement import MapLocation
 from fastensor.checkpoint.reading.request import LoadRequest, check_arguments, is_restricted
-from fastensor.checkpoint.report import SaveReport, warn_unverified
+from fastensor.checkpoint.report import warn_unverified
 from fastensor.checkpoint.tools.cataloged import open_files
+from fastensor.checkpoint.writing.report import SaveReport
 from fastensor.checkpoint.writing.save import save
 from fastensor.checkpoint.writing.save_transaction import ShareOrLink, check_share_unchanged
 from fastensor.errors import CorruptCheckpointError, UnknownKeyError, UnsupportedContentError

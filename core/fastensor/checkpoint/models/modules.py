@@ -24,7 +24,7 @@ from fastensor.checkpoint.progress import Meter, Progress, reporting
 from fastensor.checkpoint.reading.load import load
 from fastensor.checkpoint.reading.opened import OpenedFile, opened
 from fastensor.checkpoint.reading.request import LoadRequest, check_verify, is_restricted
-from fastensor.checkpoint.report import SaveReport, warn_unverified
+from fastensor.checkpoint.report import warn_unverified
 from fastensor.checkpoint.tools.catalog import (
     Catalog,
     Located,
@@ -34,6 +34,7 @@ from fastensor.checkpoint.tools.catalog import (
     read_catalog,
     roots_in_words,
 )
+from fastensor.checkpoint.writing.report import SaveReport
 from fastensor.checkpoint.writing.save import choose_container, save
 from fastensor.errors import StateMismatchError, UnsupportedContentError
 from fastensor.files.arguments import check_flags, checks_keywords

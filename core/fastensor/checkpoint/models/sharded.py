@@ -17,7 +17,7 @@ from typing import Any
 
 from fastensor.checkpoint.directories import METADATA_NAME, metadata_names
 from fastensor.checkpoint.location import Location, locate
-from fastensor.checkpoint.report import SaveReport
+from fastensor.checkpoint.writing.report import SaveReport
 from fastensor.errors import CheckpointWriteError, CorruptCheckpointError, NotACheckpointError
 from fastensor.files import posix
 from fastensor.files.atomic import new_file

@@ -12,19 +12,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from fastensor.backends import registry
 from fastensor.checkpoint.containers import container_in
 from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.progress import Meter, Progress, reporting
-from fastensor.checkpoint.reading.opened import OpenedFile, opened
+from fastensor.checkpoint.reading.opened import LocalFile, OpenedFile, opened
 from fastensor.checkpoint.reading.placement import MapLocation, begin_to_use
 from fastensor.checkpoint.reading.request import Loaded, LoadRequest, check_arguments, is_restricted, listed
 from fastensor.checkpoint.report import LoadReport, warn_unverified
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, caught_as
 from fastensor.files.arguments import checks_keywords
 from fastensor.select.transfer import BackendChoice, check_choice
+
+if TYPE_CHECKING:
+    from fastensor.checkpoint.progress import Meter, Progress
+else:
+    Progress = Any  # for get_type_hints; the module is imported when progress is reported
 
 
 @checks_keywords
@@ -146,14 +150,15 @@ def load_with_report(
     check_choice(backend)
     is_restricted(weights_only)  # raises where the environment says what cannot be
     names = listed(keys)
-    with _bringing(into, verify) as bring, reporting(progress) as tell:
-        meter = None if progress is None else Meter(tell)
+    with _bringing(into, verify) as bring, _metering(progress) as meter:
         checked = verify is not False and not mmap
         request = LoadRequest([], map_location, names, weights_only, mmap, checked, backend, meter=meter)
         begin_to_use(map_location)
         with opened(path) as file, _leaving_the_position(file):
             if mmap and file.path is None:
                 raise ValueError(f"mmap=True needs the path of a local file, found {file.where}")
+            if isinstance(file, LocalFile) and names is None and into is None and not mmap:
+                file.read_ahead(request.options)
             load_file = _loader_of(file, request)
             loaded = bring(file, request, load_file)
             if meter is not None:
@@ -185,6 +190,18 @@ def _bringing(
     from fastensor.checkpoint.models.into import filling  # most loads need nothing of it
 
     return filling(into, verify_first=verify == "first")
+
+
+@contextmanager
+def _metering(progress: Progress | None) -> Iterator[Meter | None]:
+    """What counts the bytes that the block reads; None if nobody wants to know."""
+    if progress is None:
+        yield None
+        return
+    from fastensor.checkpoint.progress import Meter, reporting
+
+    with reporting(progress) as tell:
+        yield Meter(tell)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from fastensor.files.words import unended
 
 _HOST = torch.device("cpu")
 _KINDS = ("cpu", "cuda", "meta", "mps", "xpu", "hpu", "xla")
-_ADVICE_OF_TORCH = re.compile(r"\. (If you are running on a|Please use torch\.load with map_location).*", re.DOTALL)
+_ADVICE_OF_TORCH = r"\. (If you are running on a|Please use torch\.load with map_location).*"
 _OFTEN_MEANT = {"gpu": "cuda", "nvidia": "cuda", "host": "cpu"}
 """Torch's names for kinds of devices, by other words for them."""
 MapLocation: TypeAlias = Any
@@ -124,7 +124,7 @@ def check_destination(location: str, map_location: MapLocation, where: str) -> N
 
 def refusal_to_place(error: Exception, where: str) -> PlacementError:
     """The error for a place that torch refuses. Its advice takes the place of torch's, about ``torch.load``."""
-    found = _ADVICE_OF_TORCH.sub("", str(error))
+    found = re.sub(_ADVICE_OF_TORCH, "", str(error), flags=re.DOTALL)
     return PlacementError(f"{where}: {unended(found)}. map_location='cpu' loads it to the host")
 
 

@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias, TypeVar, cast
 
 import torch
 from isal import isal_zlib
@@ -22,13 +22,16 @@ from fastensor.backends.base import BatchReader, Extent
 from fastensor.backends.memory import Bytes, fill, storage_on
 from fastensor.backends.registry import Fallback
 from fastensor.backends.window import SMALL_NBYTES, ReadWindow, joined
-from fastensor.checkpoint.progress import Meter
 from fastensor.checkpoint.reading.opened import OpenedFile, ReadOptions
 from fastensor.checkpoint.reading.request import LoadRequest
 from fastensor.errors import CheckpointReadError, FastensorError
 from fastensor.files.os_errors import read_errors
 from fastensor.select.transfer import is_to_blame
-from fastensor.stitch.parts import LOCAL_HEADER, Damage, Part, check_crc32, find_damage, find_data
+from fastensor.stitch.parts import LOCAL_HEADER, Part, check_crc32, find_damage, find_data
+
+if TYPE_CHECKING:
+    from fastensor.checkpoint.progress import Meter
+    from fastensor.stitch.damage import Damage
 
 _BLOCK_NBYTES = 4 << 20
 BATCH_NBYTES = 128 << 20
@@ -315,7 +318,7 @@ class PartReader:
         begin = part.begin
         data = self.window.part(begin, part.end - begin)
         if part.header_nbytes:
-            at = find_data(part, data[: LOCAL_HEADER.size], self.where) - begin
+            at = find_data(part, data, self.where) - begin
             data = data[at : at + part.nbytes]
             begin += at
         if self.verify and part.crc32 is not None and (crc32 := isal_zlib.crc32(data)) != part.crc32:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from fastensor.backends.registry import Fallback
-from fastensor.checkpoint.progress import Meter
 from fastensor.checkpoint.reading.opened import ReadOptions
 from fastensor.checkpoint.reading.placement import MapLocation, check_map_location, kind_is_known, kind_of_device
 from fastensor.files.arguments import check_flags, check_optional_flags
 from fastensor.select.transfer import BackendChoice
+
+if TYPE_CHECKING:
+    from fastensor.checkpoint.progress import Meter
 
 MAPPED = "the file is mapped"
 FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"

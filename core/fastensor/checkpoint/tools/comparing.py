@@ -19,7 +19,8 @@ from fastensor.errors import CorruptCheckpointError, NotACheckpointError, Unsupp
 from fastensor.files.shown import record_repr, without_secrets
 from fastensor.files.words import counted, human_rate, human_seconds, human_size, some_of
 from fastensor.select.transfer import BackendChoice
-from fastensor.stitch.parts import LOCAL_HEADER, Damage, Part
+from fastensor.stitch.damage import Damage
+from fastensor.stitch.parts import LOCAL_HEADER, Part
 
 _SHOWN = 5
 _Verified: TypeAlias = Container | Literal["dcp", "huggingface", "folder", "index"] | OtherKind

@@ -15,12 +15,13 @@ from fastensor.checkpoint.containers import directory_container
 from fastensor.checkpoint.location import Location, name_of
 from fastensor.checkpoint.models.sharded import SHARD_NBYTES, write_sharded
 from fastensor.checkpoint.progress import Progress, reporting
-from fastensor.checkpoint.report import SaveReport, warn_unverified
+from fastensor.checkpoint.report import warn_unverified
 from fastensor.checkpoint.tools.catalog import TensorInfo
 from fastensor.checkpoint.tools.conversion.copying import cast_bytes
 from fastensor.checkpoint.tools.conversion.same_file import is_inside, is_same_file
 from fastensor.checkpoint.tools.conversion.settings import ConvertSettings, WrittenContainer
 from fastensor.checkpoint.tools.conversion.sources import ConversionSource, open_source, what_shares_memory
+from fastensor.checkpoint.writing.report import SaveReport
 from fastensor.checkpoint.writing.save import SavedContainer, SaveSettings
 from fastensor.checkpoint.writing.save_transaction import SaveTransaction
 from fastensor.errors import UnsupportedContentError

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from fastensor.checkpoint.report import Freeing
+from fastensor.checkpoint.writing.report import Freeing
 from fastensor.files import posix
 from fastensor.files.afterwards import do_afterwards
 from fastensor.files.forks import first_in_children

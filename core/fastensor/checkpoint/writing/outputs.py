@@ -18,8 +18,8 @@ from contextlib import nullcontext
 from typing import BinaryIO, TypeAlias
 
 from fastensor.checkpoint.location import NO_LOCAL_FILE, can
-from fastensor.checkpoint.report import Freeing
 from fastensor.checkpoint.writing.freeing import freeing_afterwards
+from fastensor.checkpoint.writing.report import Freeing
 from fastensor.errors import CheckpointWriteError, caught_as
 from fastensor.files import posix
 from fastensor.files.atomic import NewFile, leads_to

@@ -12,7 +12,7 @@ import torch
 from fastensor.backends import registry
 from fastensor.backends.registry import Fallback, record_fallback
 from fastensor.checkpoint.location import Location, name_of
-from fastensor.checkpoint.report import SaveReport
+from fastensor.checkpoint.writing.report import SaveReport
 from fastensor.checkpoint.writing.save_transaction import (
     ByTorch,
     Planner,

@@ -16,9 +16,9 @@ from fastensor.backends.registry import Fallback, can_write, record_fallback
 from fastensor.checkpoint.location import Location, RemotePath, Target, locate, name_of
 from fastensor.checkpoint.nested import is_nested
 from fastensor.checkpoint.ordering import drop_replaced, wait_to_replace
-from fastensor.checkpoint.report import SaveReport
 from fastensor.checkpoint.writing.freeing import wait_for_space
 from fastensor.checkpoint.writing.outputs import InPlace, Link, OpenFile, Output, Replacement, StreamOutput
+from fastensor.checkpoint.writing.report import SaveReport
 from fastensor.checkpoint.writing.target import open_output, resolve_target
 from fastensor.errors import BackendUnavailableError, CheckpointWriteError, FastensorError
 from fastensor.files import posix

@@ -15,8 +15,9 @@ from fastensor.backends import registry
 from fastensor.backends.registry import why_unavailable
 from fastensor.checkpoint.progress import Progress
 from fastensor.checkpoint.reading.load import load_with_report
-from fastensor.checkpoint.report import LoadReport, SaveReport
+from fastensor.checkpoint.report import LoadReport
 from fastensor.checkpoint.writing.freeing import wait_for_space
+from fastensor.checkpoint.writing.report import SaveReport
 from fastensor.checkpoint.writing.save import save
 from fastensor.cli.checkup import Advice
 from fastensor.cli.checkup.folder import MAKE_WRITABLE, PREFIX
