@@ -255,6 +255,39 @@ def test_memory_is_short_if_little_is_free_beside_the_holes(tmp_path: Path, perc
     assert run(program, percent, LOCAL_WORLD_SIZE="1").stdout.split() == [str(percent < 25), "0"]
 
 
+HOLES = """
+import sys
+import torch
+from fastensor.offload import ActivationOffload, OffloadConfig
+from fastensor.offload.host_memory import free_heap_bytes, return_freed_memory
+
+return_freed_memory()  # from now on it is known what is beside the heap
+tensors = [torch.ones(100_000, dtype=torch.uint8) for _ in range(2000)]
+last = tensors[-1]
+del tensors
+before = free_heap_bytes()
+schedule = 0.0 if sys.argv[2] == "share" else "1MiB"
+config = OffloadConfig(schedule=schedule, staging_bytes="1MiB", prefetch_bytes="1MiB", directories=(sys.argv[1],))
+x = torch.ones(1 << 20, requires_grad=True)
+with ActivationOffload(config) as offload:
+    with offload.step():
+        loss = x
+        for _ in range(8):
+            loss = loss.sin()
+    print(before, free_heap_bytes())
+    loss.sum().backward()
+"""
+
+
+@pytest.mark.parametrize("schedule", ["share", "bytes"])
+def test_holes_take_no_more_than_the_room_if_the_schedule_is_a_number_of_bytes(tmp_path: Path, schedule: str) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(HOLES)
+    before, after = map(int, run(program, tmp_path, schedule).stdout.split())
+    assert before > 150_000_000
+    assert (after < 100_000_000) == (schedule == "bytes")
+
+
 # --- rates of transfers
 
 MB = 10**6

@@ -138,13 +138,22 @@ def test_without_need_both_peaks_are_the_same(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "available", "returns"),
-    [("all", 1 << 50, True), (2 * EACH, 1 << 50, False), (2 * EACH, 0, True), (0.3, 1 << 50, False), ("auto", 0, True)],
+    ("schedule", "available", "holes", "returns"),
+    [
+        ("all", 1 << 50, 0, True),
+        (2 * EACH, 1 << 50, 0, False),
+        (2 * EACH, 0, 0, True),
+        (2 * EACH, 1 << 50, 1 << 40, True),
+        (0.3, 1 << 50, 1 << 40, False),
+        ("auto", 1 << 50, 1 << 40, False),
+        ("auto", 0, 0, True),
+    ],
 )
-def test_freed_memory_is_returned_where_nothing_stays_or_memory_is_short(
-    make: Any, free: Any, monkeypatch: pytest.MonkeyPatch, schedule: Any, available: int, returns: bool
+def test_freed_memory_is_returned_where_nothing_stays_or_memory_is_short_or_there_is_more_than_has_room(
+    make: Any, free: Any, monkeypatch: pytest.MonkeyPatch, schedule: Any, available: int, holes: int, returns: bool
 ) -> None:
     trimmed: list[int] = []
+    monkeypatch.setattr(limits, "free_heap_bytes", lambda: holes)
     monkeypatch.setattr(host_memory, "_malloc_trim", lambda: trimmed.append)
     monkeypatch.setattr(host_memory, "available_memory", lambda: available)
     monkeypatch.setattr(swapper, "_MOST_IDLE_BYTES", 2 * EACH)
@@ -241,6 +250,30 @@ def test_nothing_more_stays_once_memory_gets_short(make: Any, free: Any, monkeyp
     found = offload.statistics()
     assert found.kept["fits"] == 4 * EACH, "the batch, and what the first three layers give"
     assert found.offloaded_bytes == (SAVED - 4) * EACH
+
+
+def test_holes_have_room_as_long_as_the_pass_may_take_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is in use, that beside saved tensors takes no room; gradients have a room of their own."""
+    monkeypatch.setattr(limits, "_USUAL_HOLES", EACH)
+    in_use, holes = [100 * EACH], 0
+    monkeypatch.setattr(limits, "bytes_in_use", lambda: in_use[0])
+    monkeypatch.setattr(limits, "free_heap_bytes", lambda: holes)
+    config = OffloadConfig(schedule=10 * EACH, staging_bytes=3 * EACH, prefetch_bytes=2 * EACH)
+    deciding = planner.Planner(config, lambda: None, lambda: 20 * EACH, lambda: EACH)
+    assert deciding.room_for_holes() > 1 << 60, "no pass has begun"
+    kept = deciding.keep(1, 4 * EACH, torch.device("cpu"))  # of an earlier graph, as is what is in transit
+    deciding.begin_pass()
+    operation = limits.OPERATION_TENSORS * 4 * EACH
+    assert deciding.room_for_holes() == (10 + 3 + 2 + 20 - 4 - 1) * EACH + operation
+    in_use[0] += 6 * EACH  # saved tensors, or gradients
+    assert deciding.room_for_holes() == (30 - 6) * EACH + operation
+    in_use[0] += 100 * EACH  # which nobody knows of
+    assert deciding.room_for_holes() == operation
+    holes = operation + EACH
+    assert deciding.room_for_holes() == -EACH
+    monkeypatch.setattr(limits, "_USUAL_HOLES", holes + EACH)
+    assert deciding.room_for_holes() == EACH
+    assert kept is not None
 
 
 @pytest.mark.parametrize("in_transit", [0, 2 * EACH])

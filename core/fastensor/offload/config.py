@@ -58,6 +58,9 @@ class OffloadConfig:
     1: the same for a share of the bytes that a forward pass saves, if that much is free; the first pass of a kind goes
     by ``"auto"``, because nobody knows yet how many bytes there will be.
 
+    A number of bytes is that of saved tensors that stay. What comes on top in the memory of a CPU is said by
+    ``staging_bytes``, ``prefetch_bytes``, ``dram_bytes`` and ``return_freed_memory``.
+
     Free host memory is looked at again while tensors are saved: if it gets short, nothing more stays. What stays
     already does not leave, nor does anything in passes that are not examined because everything fits.
 
@@ -126,6 +129,10 @@ class OffloadConfig:
     part of the tensors stays (any schedule but ``"all"``), the next step takes what was freed again: then it is
     returned when memory gets short (less is free than ``staging_bytes``, ``prefetch_bytes`` and 128 MiB together, or
     than a quarter of the holes), and at the end.
+
+    With a number of bytes as the schedule, it is also returned when the holes are larger than what the pass may take
+    yet: what is left of that number, of ``staging_bytes``, of ``prefetch_bytes`` and of ``dram_bytes``, and gradients
+    that the attached model does not have yet; and 64 MiB, or four times the largest saved tensor.
 
     Memory that is new costs time, less of it if torch uses huge pages for large tensors: set
     ``THP_MEM_ALLOC_ENABLE=1`` in the environment before the process begins. In a process whose address space is limited

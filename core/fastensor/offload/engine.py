@@ -250,7 +250,7 @@ class OffloadEngine:
         if swapper is None or device.type != "cpu" or not swapper.note_use(nbytes):
             return
         with self.guarded(swapper):
-            swapper.look_at_memory()
+            swapper.look_at_memory(self.planner.room_for_holes())
             self.planner.look_again()
 
     def settle(self) -> None:

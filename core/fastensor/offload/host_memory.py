@@ -33,8 +33,10 @@ _FAULTED_PAGES = 1024
 """Pages whose first touch is timed."""
 _logger = logging.getLogger("fastensor")
 _beside_heap = 0
-"""Bytes of this process's memory that were not the C library's when it returned what was free: those of other
-allocators and of libraries, 60 MB with torch for CPUs, 180 MB with torch for CUDA."""
+"""Bytes of this process's memory that were neither the C library's, when it returned what was free, nor in ``_mapped``:
+those of other allocators and of libraries, 60 MB with torch for CPUs, 180 MB with torch for CUDA."""
+_mapped: dict[int, int] = {}
+"""The bytes of each piece of memory that a :class:`HostMemory` has mapped, by ``id``."""
 
 
 def return_freed_memory() -> None:
@@ -43,7 +45,7 @@ def return_freed_memory() -> None:
     global _beside_heap
     if (trim := _malloc_trim()) is not None:
         trim(0)
-        _beside_heap = max(_resident_beside_used(_mallinfo2()), 0)
+        _beside_heap = max(resident_bytes() - bytes_in_use(), 0)
 
 
 @cache
@@ -101,7 +103,13 @@ def free_heap_bytes() -> int:
     does not say. What it has returned to the system is not counted. Memory that other allocators have taken since
     :func:`return_freed_memory` may be."""
     found = _mallinfo2()
-    return min(max(_resident_beside_used(found) - _beside_heap, 0), int(found.fordblks))
+    return min(max(resident_bytes() - _in_use(found) - _beside_heap, 0), int(found.fordblks))
+
+
+def bytes_in_use() -> int:
+    """Bytes that the C library has given out and not got back, with those of storages that a :class:`HostMemory` has
+    given out or keeps."""
+    return _in_use(_mallinfo2())
 
 
 def _mallinfo2() -> _MallInfo2:
@@ -114,9 +122,8 @@ def _mallinfo2() -> _MallInfo2:
     return found
 
 
-def _resident_beside_used(found: _MallInfo2) -> int:
-    """Bytes of this process in memory, without those that the C library has given out."""
-    return resident_bytes() - int(found.uordblks) - int(found.hblkhd)
+def _in_use(found: _MallInfo2) -> int:
+    return int(found.uordblks) + int(found.hblkhd) + sum(list(_mapped.values()))  # other threads map and unmap
 
 
 def bytes_until_short(reserve: int) -> int:
@@ -203,13 +210,15 @@ class HostMemory:
             self._idle_nbytes -= nbytes
             memory = same.pop()
         else:
-            memory = self._mapped(nbytes)
+            memory = self._new_memory(nbytes)
+            _mapped[id(memory)] = nbytes
+            weakref.finalize(memory, _mapped.pop, id(memory)).atexit = False
             if nbytes >= _HUGE_PAGES_FROM:
                 advise(memory, mmap.MADV_HUGEPAGE)
         advise(memory, MADV_WIPEONFORK)
         return memory
 
-    def _mapped(self, nbytes: int) -> mmap.mmap:
+    def _new_memory(self, nbytes: int) -> mmap.mmap:
         """New memory; in place of idle memory of other sizes, if there is no room for both.
 
         Raises:

@@ -275,6 +275,7 @@ class Planner:
         self.plan_ended()
         if not is_rest:
             with self._lock:
+                self.memory.begin_pass()
                 self._passes.append(record)
         return record
 
@@ -296,6 +297,8 @@ class Planner:
             if self._unexamined < _EXAMINED_EVERY - 1:
                 found = self._known_pass() if self._forms else self._first_pass(device)
             self._unexamined = 0 if found is None else self._unexamined + 1
+            if found is not None:
+                self.memory.begin_pass()
         return found
 
     def end_unexamined(self, ended: UnexaminedPass) -> None:
@@ -330,6 +333,11 @@ class Planner:
         """Find out how much memory is free when that is needed next."""
         with self._lock:
             self.memory.look_again()
+
+    def room_for_holes(self) -> int:
+        """See :meth:`fastensor.offload.limits.MemoryLimits.room_for_holes`."""
+        with self._lock:
+            return self.memory.room_for_holes()
 
     def kept_bytes(self) -> int:
         """Bytes that stay in memory by plan, now."""

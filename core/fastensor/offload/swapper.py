@@ -198,13 +198,19 @@ class Swapper:
         self._used_nbytes += nbytes
         return self._used_nbytes >= self._look_after_nbytes and os.getpid() == self._process
 
-    def look_at_memory(self) -> None:
+    def look_at_memory(self, room_for_holes: int) -> None:
         """Return freed memory to the system: by a writer thread, each time, where nothing stays. Where a part stays,
-        the next step takes the same memory again: it is returned if memory is short, and then at once."""
+        the next step takes the same memory again: it is returned if memory is short, or the heap has more of it than
+        the pass may take, and then at once.
+
+        Args:
+            room_for_holes: how many more bytes of it the heap may have.
+        """
         config = self.config
         self._used_nbytes = 0
         if config.keeps_some:
-            left = bytes_until_short(config.staging_nbytes + config.prefetch_nbytes + _MOST_IDLE_BYTES)
+            reserve = config.staging_nbytes + config.prefetch_nbytes + _MOST_IDLE_BYTES
+            left = min(bytes_until_short(reserve), room_for_holes)
             self._look_after_nbytes = max(left // _SHARE_OF_USE, _LEAST_USE)
             if left < 0 and config.return_freed_memory:
                 return_freed_memory()
