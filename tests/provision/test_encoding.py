@@ -209,7 +209,7 @@ def test_pinned_bytes() -> None:
     begin = -(-(32 + len(encoded.description)) // 64) * 64
     head = b"".join(number.to_bytes(8, "little") for number in (begin + 65, len(encoded.description), 3))
     checked = (head + encoded.description).ljust(begin - 8, b"\0") + b"\1\0\2\0" + bytes(60) + b"\3"
-    expected = b"FSV2" + zlib.crc32(checked).to_bytes(4, "little") + checked
+    expected = b"FSV3" + zlib.crc32(checked).to_bytes(4, "little") + checked
     assert bytes(memory_of(value)[: encoded.nbytes]) == expected
 
 
@@ -275,7 +275,7 @@ def test_named_tuples_are_of_modules_that_are_there() -> None:
 def test_nothing_of_a_sample_is_called() -> None:
     description = pickle.dumps(os.getpid)
     begin = 32 + len(description)
-    head = b"FSV2" + bytes(4) + b"".join(number.to_bytes(8, "little") for number in (begin, len(description), 0))
+    head = b"FSV3" + bytes(4) + b"".join(number.to_bytes(8, "little") for number in (begin, len(description), 0))
     with pytest.raises(CorruptSampleError, match=r"refers to posix\.getpid"):
         decode(memoryview(bytearray(head + description)))
 
@@ -291,7 +291,7 @@ def test_a_wrong_head_is_refused(begin: int, data: bytes) -> None:
     memory = memory_of([torch.zeros(3), "x"])
     memory[begin : begin + len(data)] = data
     for refuse in (check, decode):
-        with pytest.raises(CorruptSampleError, match="expected b'FSV2'"):
+        with pytest.raises(CorruptSampleError, match="expected b'FSV3'"):
             refuse(memory)
         with pytest.raises(CorruptSampleError, match="head of 32 bytes"):
             refuse(memory[:31])

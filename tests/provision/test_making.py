@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from fastensor.data.ring import shared_memory
 from fastensor.provision import encoding
-from fastensor.provision.making import MadeBatch, Sample, UserObjects, made_batch, read_samples
+from fastensor.provision.cache import kept_nbytes
+from fastensor.provision.embedded.worker import ServiceWorker
+from fastensor.provision.making import Fresh, MadeBatch, Sample, UserObjects, made_batch, read_samples
 from fastensor.provision.sources import DatasetSource
 
 N = 6
@@ -73,6 +78,46 @@ def test_samples_that_were_read_just_now_are_not_decoded(monkeypatch: pytest.Mon
     assert batch["id"].tolist() == list(range(N))
     assert torch.equal(batch["row"], rows)
     assert torch.equal(batch["array"], rows)
+
+
+ROWS = np.arange(4.0 * N, dtype=np.float32).reshape(N, 4)
+FIELDS = np.zeros((N, 4), [("odd", np.uint8), ("row", np.float32)])
+FIELDS["row"] = ROWS
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ROWS,
+        ROWS[:, ::-1],
+        FIELDS["row"],
+        np.frombuffer(ROWS.tobytes(), np.float32).reshape(N, 4),
+        np.asfortranarray(ROWS),
+    ],
+    ids=["usual", "reversed", "field", "read-only", "columns"],
+)
+def test_it_makes_no_difference_whether_samples_come_from_the_cache(rows: np.ndarray[Any, Any]) -> None:
+    contents = UserObjects(DatasetSource([{"row": row} for row in rows], "rows"), None, None)
+    fresh = read(contents)
+    cached = [encoded.encoded if isinstance(encoded, Fresh) else encoded for encoded in fresh]
+    for samples in (fresh, cached):
+        assert np.array_equal(batch_of(contents, samples)["row"], rows)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 250, 1000])
+def test_what_a_call_does_not_write_to_the_cache_is_copied(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
+    fd, slabs = shared_memory("test", 4096)
+    samples = [memoryview(bytes([number]) * 200) for number in (1, 2, 3, 4)]
+    monkeypatch.setattr(os, "pwritev", lambda fd, pieces, offset: os.pwrite(fd, b"".join(pieces)[:taken], offset))
+    worker = ServiceWorker(mock.Mock(), -1, fd, slabs, seed=0)
+    worker._to_be_stored[0] = samples
+    offsets = np.array([0, kept_nbytes(200), -1, 2048])
+    worker._store(0, offsets)
+    for offset, sample in zip(offsets.tolist(), samples, strict=True):
+        assert offset < 0 or slabs[offset : offset + 200] == sample
+    slabs.release()
+    os.close(fd)
 
 
 def test_a_transform_before_the_cache_may_use_its_memory_again() -> None:

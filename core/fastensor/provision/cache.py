@@ -111,7 +111,8 @@ class SampleCache:
         self._reading.difference_update(positions.tolist())
 
     def store(self, positions: Integers, lengths: Integers, next_uses: Integers) -> Integers:
-        """Offsets to write samples to; -1 where there are others that are used sooner, or held. They are held."""
+        """Offsets to write samples to; -1 where there are others that are used sooner, or held. They are held. No
+        position occurs twice."""
         offsets = np.full(len(positions), -1)
         entries = zip(positions.tolist(), lengths.tolist(), next_uses.tolist(), strict=True)
         lacking = [(place, *one) for place, one in enumerate(entries) if self.nbytes and self._offsets[one[0]] < 0]

@@ -28,7 +28,7 @@ from isal import isal_zlib
 from fastensor.data.ring import aligned
 from fastensor.errors import CorruptSampleError, UnsupportedSampleError
 
-_MAGIC = b"FSV2"
+_MAGIC = b"FSV3"
 _HEAD = struct.Struct("=4sIQQQ")
 _CRC32_BEGIN = len(_MAGIC)
 _CRC32_END = _CRC32_BEGIN + 4
@@ -53,6 +53,8 @@ class Encoded(NamedTuple):
     buffers: tuple[memoryview, ...]
     nbytes: int
     """Bytes that :meth:`write_into` needs."""
+    as_decoded: bool
+    """True if all arrays of the value lie in memory as :func:`decode` makes them: contiguous, aligned and writable."""
 
     def write_into(self, memory: memoryview, *, checksum: bool = True) -> None:
         """Write the value into the first :attr:`nbytes` bytes of writable memory.
@@ -127,7 +129,7 @@ def encode(value: Any) -> Encoded:
     nbytes = _HEAD.size + len(description)
     for length in lengths:
         nbytes = aligned(nbytes) + length
-    return Encoded(description, tuple(pickler.buffers), nbytes)
+    return Encoded(description, tuple(pickler.buffers), nbytes, pickler.as_decoded)
 
 
 def decode(memory: memoryview) -> Any:
@@ -194,6 +196,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, protocol: int) -> None:
         super().__init__(file, protocol)
         self.buffers: list[memoryview] = []
+        self.as_decoded = True
 
     def persistent_id(self, value: Any) -> Any:
         kind = type(value)
@@ -206,6 +209,7 @@ class _Pickler(pickle.Pickler):
             self.buffers.append(_bytes_of_tensor(value))
             return _tensor_of(value.dtype, value.shape)
         if kind in (np.ndarray, np.memmap) and _is_named(value.dtype):
+            self.as_decoded &= value.flags.carray
             flat = np.ascontiguousarray(value).reshape(-1)
             self.buffers.append(flat.view(np.uint8).data if len(flat) else memoryview(b""))
             return _array_of(value.dtype, value.shape)

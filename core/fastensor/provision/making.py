@@ -121,12 +121,14 @@ def _read_together(contents: UserObjects, positions: Sequence[int], seed: int) -
     samples: list[memoryview | Fresh] = []
     seed_all(seed, *positions)  # a source may draw random numbers
     for position, value in zip(positions, contents.source.read(positions), strict=True):
-        if contents.before_cache is None:
-            samples.append(Fresh(value, _encoded(value, position)))
-        else:
+        if contents.before_cache is not None:
             seed_all(seed, position)
             value = _named(contents.before_cache, value, f"before_cache, of sample {position}")
-            samples.append(_encoded(value, position))  # not its value: the function may use its memory again
+        encoded: encoding.Encoded = _named(encoding.encode, value, f"sample {position}")
+        # The function may use the memory of its value again. And torch makes no tensors of some arrays, such as those
+        # with negative strides, which come out of the cache in another order.
+        is_kept = contents.before_cache is None and encoded.as_decoded
+        samples.append(Fresh(value, encoded.copied()) if is_kept else encoded.copied())
     return samples
 
 
@@ -210,11 +212,6 @@ def _is_whole(sample: memoryview) -> bool:
     except CorruptSampleError:
         return False
     return True
-
-
-def _encoded(value: Any, position: int) -> memoryview:
-    encoded: encoding.Encoded = _named(encoding.encode, value, f"sample {position}")
-    return encoded.copied()
 
 
 def _copy(sample: memoryview) -> memoryview:

@@ -157,10 +157,13 @@ class ServiceWorker:
         self._connection.send(SamplesStored(task))
 
     def _write(self, offset: int, pieces: Sequence[memoryview | bytes]) -> None:
-        """Write to the cache. By a system call: to memory that is mapped, and not used yet, takes twice the time."""
-        nbytes = sum(map(len, pieces))
-        if (written := os.pwritev(self._slabs_fd, pieces, offset)) != nbytes:
-            raise OSError(f"the cache has taken {written} of {nbytes} bytes")
+        """Write to the cache, by a system call: to memory that is mapped, and not used yet, takes twice the time.
+        What one call does not take, such as 2 GiB, is copied to the memory."""
+        if os.pwritev(self._slabs_fd, pieces, offset) == sum(map(len, pieces)):
+            return
+        for piece in pieces:
+            self._slabs[offset : offset + len(piece)] = piece
+            offset += len(piece)
 
     def _loaded(self) -> UserObjects:
         if self._contents is None:
