@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ TOOLS = (
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    monkeypatch.delitem(sys.modules, "checkpoint", raising=False)  # to pytest, that is a folder of tests
     return importlib.import_module("loaders")
 
 

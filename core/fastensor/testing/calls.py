@@ -18,7 +18,7 @@ from fastensor.files import posix
 OS_CALLS = (
     *("open", "close", "dup", "stat", "lstat", "fstat", "lseek", "scandir", "statvfs", "fstatvfs", "mkdir", "readlink"),
     *("pwrite", "write", "pread", "preadv", "copy_file_range", "fsync", "sync", "ftruncate", "posix_fadvise"),
-    "memfd_create",
+    *("pwritev", "memfd_create"),
     *("rename", "link", "unlink", "symlink", "fchmod", "fchown"),
     *("listxattr", "getxattr", "setxattr", "removexattr"),
 )
