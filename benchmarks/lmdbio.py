@@ -28,8 +28,8 @@ import lmdb
 import numpy as np
 
 from fastensor.data import Merging, Staggering
-from fastensor.data.engines.buffered import advise
 from fastensor.data.reading import READ_AHEAD_NBYTES
+from fastensor.files import posix
 
 STRATEGIES = ("LMDB", "LMM", "LMM-DM", "LMM-DIO", "LMM-DIO-PROV", "LMM-DIO-PROV-COAL", "LMM-DIO-PROV-COAL-STAG")
 """The rows of the paper's table 1."""
@@ -131,7 +131,7 @@ def handed_on(
         nbytes, base = stat(path).st_size, _mapped_at(path)
         for step in range(steps):
             if (expected := guess.next()) is not None and expected[0] < nbytes:
-                advise(file.fileno(), expected[0], min(expected[1], nbytes) - expected[0])
+                posix.will_need(file.fileno(), expected[0], min(expected[1], nbytes) - expected[0])
             if rank or step:
                 cursor.set_key(before.recv_bytes())
             else:

@@ -27,7 +27,7 @@ class Setting:
 
     name: str = "default"
     variables: dict[str, str] = field(default_factory=dict)
-    """Of the environment, set before the tool is imported."""
+    """Environment variables, which are set before the tool is imported."""
     options: dict[str, Any] = field(default_factory=dict)
     """More arguments of the function."""
 
@@ -48,7 +48,7 @@ class Tool:
 
     name: str
     suffix: str
-    """Of the file that it loads or saves; empty for a folder."""
+    """How the name of the file ends that the tool loads or saves; empty for a folder."""
     checks: str
     """What a load compares."""
     memory: str
@@ -156,7 +156,7 @@ def _load_torch_checkpointing(path: Path, device: str, **options: Any) -> State:
 
 
 def _save_torch_checkpointing(state: State, path: Path, **options: Any) -> None:
-    """It renames its folder when that is complete, and syncs nothing."""
+    """Save durably: torch_checkpointing renames its folder when that is complete, and syncs nothing."""
     manager = _checkpoint_manager(**options)
     manager.save(str(path), {"model": state})
     manager.close()

@@ -46,7 +46,7 @@ class Kind:
 
     name: str
     nbytes: int
-    """Of a sample; 0: JPEG files."""
+    """Bytes of a sample; 0 for JPEG files, whose sizes differ."""
     count: int
     batch: int
 

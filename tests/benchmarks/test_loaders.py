@@ -19,7 +19,7 @@ TOOLS = (
     "fastensor, safetensors", "fastensor, no checksums", "safetensors", "run:ai model streamer", "fastsafetensors",
     "fastensor", "torch", "torch_checkpointing",
 )  # fmt: skip
-"""Those that need no GPU."""
+"""The tools that need no GPU."""
 
 
 @pytest.fixture

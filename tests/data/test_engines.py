@@ -226,7 +226,7 @@ def test_copies_are_bytes(fd: int, name: EngineName, fits: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["of one length", "of two lengths", "in any order", "too long"])
 def test_copies_of_many_small_values_are_bytes(fd: int, name: EngineName, kind: str) -> None:
-    """Those of one length are copied by NumPy."""
+    """NumPy copies values that are all of one length."""
     offsets, lengths = np.arange(2000) * 316 + 16, np.full(2000, 300)
     if kind == "of two lengths":
         lengths[::2] = 299

@@ -253,7 +253,7 @@ def test_nothing_more_stays_once_memory_gets_short(make: Any, free: Any, monkeyp
 
 
 def test_holes_have_room_as_long_as_the_pass_may_take_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what is in use, that beside saved tensors takes no room; gradients have a room of their own."""
+    """Memory that is in use beside saved tensors takes nothing of their room; gradients have a room of their own."""
     monkeypatch.setattr(limits, "_USUAL_HOLES", EACH)
     in_use, holes = [100 * EACH], 0
     monkeypatch.setattr(limits, "bytes_in_use", lambda: in_use[0])

@@ -6,7 +6,6 @@ Only ``pread`` is used, so a file that shrinks or fails gives an error, not a si
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
@@ -240,7 +239,7 @@ class TreeReader:
         columns = (inside[firsts] * size, firsts * size, ends * size)
         runs = list(zip(*(column.tolist() for column in columns), strict=True))
         for offset, first, end in runs:
-            posix.advise(self._fd, offset, end - first, os.POSIX_FADV_WILLNEED)
+            posix.will_need(self._fd, offset, end - first)
         return _PageChunk(numbers, order, runs)
 
     def _load(self, chunk: _PageChunk) -> Pages:

@@ -151,10 +151,11 @@ def advise(fd: int, offset: int, nbytes: int, advice: int) -> None:
         pass
 
 
-def will_need(fd: int, nbytes: int) -> None:
-    """Have the kernel begin to read the first ``nbytes`` bytes of a file into the page cache."""
-    for begin in range(0, nbytes, _ADVICE_NBYTES):
-        advise(fd, begin, min(_ADVICE_NBYTES, nbytes - begin), os.POSIX_FADV_WILLNEED)
+def will_need(fd: int, offset: int, nbytes: int) -> None:
+    """Have the kernel begin to read a part of a file into the page cache."""
+    end = offset + nbytes
+    for begin in range(offset, end, _ADVICE_NBYTES):
+        advise(fd, begin, min(_ADVICE_NBYTES, end - begin), os.POSIX_FADV_WILLNEED)
 
 
 def sync_file(fd: int) -> None:

@@ -125,8 +125,8 @@ def _read_together(contents: UserObjects, positions: Sequence[int], seed: int) -
             seed_all(seed, position)
             value = _named(contents.before_cache, value, f"before_cache, of sample {position}")
         encoded: encoding.Encoded = _named(encoding.encode, value, f"sample {position}")
-        # The function may use the memory of its value again. And torch makes no tensors of some arrays, such as those
-        # with negative strides, which come out of the cache in another order.
+        # A value of before_cache is not kept, since that function may use its memory again. Neither are arrays of which
+        # torch makes no tensors, such as those with negative strides: those that come out of the cache have none.
         is_kept = contents.before_cache is None and encoded.as_decoded
         samples.append(Fresh(value, encoded.copied()) if is_kept else encoded.copied())
     return samples

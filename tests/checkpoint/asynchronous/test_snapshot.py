@@ -100,7 +100,7 @@ def test_a_file_larger_than_the_staging_memory(
 
 @pytest.mark.parametrize(("moving", "most_lent"), [(True, 2), (False, 4)])
 def test_a_file_larger_than_the_pool(monkeypatch: pytest.MonkeyPatch, moving: bool, most_lent: int) -> None:
-    """It is staged little by little while it is moved. While another file is moved, it fills the pool."""
+    """A file is staged little by little while it is moved. While another file is moved, it fills the pool."""
     monkeypatch.setattr(snapshots, "_AHEAD", 2)
     lent: list[int] = []
     waiting = threading.Event()

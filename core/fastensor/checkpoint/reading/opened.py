@@ -131,7 +131,7 @@ class LocalFile:
         caller finds out what is in it. All of it is wanted, and will be read through the page cache."""
         context = self._context(options)
         if not context.warm and rule_decides(options.backend, self.nbytes, context):
-            posix.will_need(self._fd, self.nbytes)
+            posix.will_need(self._fd, 0, self.nbytes)
 
     def _context(self, options: ReadOptions) -> Context:
         return Context("read", options.device, warm=self.resident_fraction >= RESIDENT_FRACTION)

@@ -8,9 +8,6 @@ from fastensor.data.coalescing import STREAM_GAPS, Extents, Merging, coalesce, e
 from fastensor.data.engines.base import Fetch, ReadsFetch
 from fastensor.files import posix
 
-_ADVICE_NBYTES = 128 << 10
-"""The kernel may ignore what one call of ``posix_fadvise`` asks for beyond the largest read-ahead of the device, whose
-default is this."""
 _STREAM_NBYTES = 1 << 20
 """Size of reads in the order of the file, of small values. They need no advice: the kernel reads ahead of them, or all
 of one at once, into large folios, which takes a fifth of the time of the pages that advice brings, one by one."""
@@ -55,7 +52,7 @@ class BufferedEngine:
 
         def begin(read: int) -> None:
             if self._advise and not follows[read]:
-                advise(self._fd, offsets[read], lengths[read])
+                posix.will_need(self._fd, offsets[read], lengths[read])
 
         def finish(read: int) -> bytes:
             return read_up_to(self._fd, offsets[read], lengths[read])
@@ -64,15 +61,6 @@ class BufferedEngine:
 
     def close(self) -> None:
         pass
-
-
-def advise(fd: int, offset: int, nbytes: int) -> None:
-    """Have the kernel begin to read a part of a file into the page cache."""
-    if nbytes <= _ADVICE_NBYTES:
-        posix.advise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
-        return
-    for begin in range(offset, offset + nbytes, _ADVICE_NBYTES):
-        posix.advise(fd, begin, min(_ADVICE_NBYTES, offset + nbytes - begin), os.POSIX_FADV_WILLNEED)
 
 
 def read_up_to(fd: int, offset: int, nbytes: int) -> bytes:

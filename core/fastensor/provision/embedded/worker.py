@@ -55,7 +55,7 @@ class ServiceWorker:
     Args:
         connection: to the server.
         spec_fd: what is served.
-        slabs_fd: of the memory of the cache.
+        slabs_fd: the descriptor of the memory of the cache.
         slabs: that memory.
         seed: of ``before_cache``.
     """
