@@ -62,6 +62,22 @@ def slow_down() -> threading.Event:
     return go
 
 
+def interrupt_staging(answers: list[Any]) -> None:
+    """The first write of a file sends a SIGUSR1, and waits until its handler has added to ``answers``. Other threads
+    write at the same time: of theirs, a signal could come when the save has returned."""
+    interrupts = threading.Lock()
+    write = posix.write_fully
+
+    def interrupting(*arguments: Any) -> None:
+        if interrupts.acquire(blocking=False):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            while not answers:
+                time.sleep(0.001)
+        write(*arguments)
+
+    posix.write_fully = interrupting
+
+
 def end_of_program(path: str) -> None:
     fastensor.AsyncWriter().save(STATE, path)
 
@@ -272,16 +288,7 @@ def handler_that_closes(path: str) -> None:
             refusals.append(error)
 
     signal.signal(signal.SIGUSR1, close)
-    write = posix.write_fully
-
-    def interrupt_staging(*arguments: Any) -> None:
-        posix.write_fully = write
-        os.kill(os.getpid(), signal.SIGUSR1)
-        while not refusals:
-            time.sleep(0.001)
-        write(*arguments)
-
-    posix.write_fully = interrupt_staging
+    interrupt_staging(refusals)
     writer.save(STATE, path)
     writer.close()
     assert "a signal handler cannot wait" in str(refusals[0])
@@ -348,16 +355,7 @@ def second_signal_handler(path: str) -> None:
     writer = fastensor.AsyncWriter(staging_bytes=4 << 20)
     handles = []
     signal.signal(signal.SIGUSR1, lambda number, frame: handles.append(writer.save({"from": "handler"}, path + "-2")))
-    write = posix.write_fully
-
-    def interrupt_staging(*arguments: Any) -> None:
-        posix.write_fully = write
-        os.kill(os.getpid(), signal.SIGUSR1)
-        while not handles:
-            time.sleep(0.001)
-        write(*arguments)
-
-    posix.write_fully = interrupt_staging
+    interrupt_staging(handles)
     writer.save(STATE, path)
     assert handles[0].done()
     assert fastensor.load(path + "-2") == {"from": "handler"}
