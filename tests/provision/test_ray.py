@@ -27,6 +27,8 @@ from programs import Program, run
 from provision.conftest import has_ended, wait_until
 from provision.datasets import Killing, Numbers, Refuses, mark_after, mark_before, reads_in
 from provision.rays import local_ray
+from ray.exceptions import RayError
+from ray.experimental import internal_kv
 
 from fastensor.data import EpochPlan
 from fastensor.provision import DataService, ProvisionError
@@ -169,6 +171,29 @@ def test_two_servers_read_each_sample_once_and_replace_each_other(
     status = service.status()
     assert (status["clients"], len(status["servers"])) == (1, 2)
     assert {loader.stats().recoveries for loader in loaders} == {0}
+
+
+def test_what_services_that_did_not_start_were_to_serve_is_dropped(
+    start: Callable[..., DataService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals, actor = [RayError("no room")] * 2, names.actor
+
+    def refuse_first(*arguments: Any, **options: Any) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return actor(*arguments, **options)
+
+    monkeypatch.setattr(names, "actor", refuse_first)
+    kept_before = kept_by_ray()
+    service = start()
+    assert not refusals
+    assert len(kept_by_ray() - kept_before) == 1
+    service.stop()
+    wait_until(lambda: kept_by_ray() <= kept_before)
+
+
+def kept_by_ray() -> set[bytes]:
+    return set(internal_kv._internal_kv_list("", namespace=names.NAMESPACE))
 
 
 def test_batches_belong_to_the_trainer(start: Callable[..., DataService], folder: Path) -> None:

@@ -198,6 +198,8 @@ class RayEngine:
         except ValueError as error:
             if self._spec is None:
                 raise EngineLost("it does not run") from error
+        if self._contents_key:  # of a service that has ended before this process had joined it
+            names.drop(self._contents_key)
         self._contents_key = f"{self._name}/{secrets.token_hex(8)}"
         facts, contents = self._spec
         names.keep(self._contents_key, contents)
