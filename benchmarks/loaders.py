@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pictures
 import torch
 from checkpoint import LIMIT, Sample, bring_into_page_cache, files_of, summarize
 from contenders import OURS, OURS_SAFETENSORS, REFERENCE, SAFETENSORS, Shape, State, filled, fio_seconds, gpt2_block
@@ -48,13 +49,15 @@ from loader_contenders import (
 )
 from measuring import describe_machine, peak_memory, preload, settle, synchronize
 from new_user import evict
-from report import Row, plot, spread
+from report import Row, bandwidth, spread
 
 import fastensor
+from fastensor.files.arguments import as_nbytes
+from fastensor.files.words import human_size
 
 COLD, WARM, SAVE = "cold load", "warm load", "durable save"
 OPERATIONS = (COLD, WARM, SAVE)
-MIBS = (10, 100, 400, 1424, 4096)
+SIZES = ("64 KiB", "1 MiB", "10 MiB", "100 MiB", "1424 MiB", "8 GiB")
 TUNED = ", tuned"
 """What the name of a tool ends with where it does not run by default."""
 COMPARED = {
@@ -81,10 +84,11 @@ class Job:
     """A file of safetensors that has the state which is to be saved."""
 
 
-def shapes_of_size(mib: int) -> list[Shape]:
-    """Layers like GPT-2's, as wide as suits the size, and an embedding that fills it up to the last byte."""
-    width = next(width for width, most in ((64, 8), (256, 64), (512, 256), (768, 2048), (1024, math.inf)) if mib < most)
-    values = (mib << 20) // 4
+def shapes_of_size(nbytes: int) -> list[Shape]:
+    """Layers like GPT-2's, as wide as suits the size, and an embedding that fills it up to the last four bytes."""
+    most_mib = ((16, 1), (64, 8), (256, 64), (512, 256), (768, 2048), (1024, math.inf))
+    width = next(width for width, most in most_mib if nbytes >> 20 < most)
+    values = nbytes // 4
     block = gpt2_block(width)
     count = values * 9 // 10 // values_of(block.values())
     shapes = {f"h.{number}.{name}": shape for number in range(count) for name, shape in block.items()}
@@ -208,7 +212,7 @@ def do(job: Job, variables: dict[str, str], pipe: Any) -> None:
 class Files:
     """One state, as the tools have saved it."""
 
-    mib: int
+    nbytes: int
     tensors: int
     device: str
     folder: Path
@@ -233,9 +237,9 @@ class Run(NamedTuple):
         return self.tool.name + TUNED * (not self.is_default)
 
 
-def save_files(mib: int, device: str, folder: Path, tools: Sequence[Tool]) -> Files:
-    state = filled(shapes_of_size(mib), "cpu")
-    files = Files(mib, len(state), device, folder, fingerprint(state))
+def save_files(nbytes: int, device: str, folder: Path, tools: Sequence[Tool]) -> Files:
+    state = filled(shapes_of_size(nbytes), "cpu")
+    files = Files(nbytes, len(state), device, folder, fingerprint(state))
     for name in dict.fromkeys([SAFETENSORS, *(tool.loads or tool.name for tool in tools)]):
         tool = tool_named(name)
         save = use_of(tool, SAVE)
@@ -267,7 +271,7 @@ def measured(files: Files, operation: str, run: Run) -> Sample:
 
 
 def sample_of(files: Files, operation: str, name: str, *costs: Any) -> Sample:
-    return Sample(f"{files.tensors} tensors", files.mib << 20, operation, name, *costs)
+    return Sample(f"{files.tensors} tensors", files.nbytes, operation, name, *costs)
 
 
 def remove(path: Path) -> None:
@@ -305,7 +309,7 @@ def limit(files: Files, operation: str) -> list[Sample]:
         return []
     settle()
     path = files.folder / LIMIT if operation == SAVE else files.of(tool_named(SAFETENSORS))
-    seconds = fio_seconds(path, files.mib << 20, write=operation == SAVE)
+    seconds = fio_seconds(path, files.nbytes, write=operation == SAVE)
     remove(files.folder / LIMIT)
     return [] if seconds is None else [sample_of(files, operation, LIMIT, seconds)]
 
@@ -337,7 +341,7 @@ def table(rows: Sequence[Row], machine: Mapping[str, str], verdicts: Sequence[Ma
         version = tool.version or machine.get(tool.name.partition(",")[0], "–")
         lines.append(f"| {tool.name} | {version} | {tool.checks} | {tool.memory} |")
     sizes = sorted({row["nbytes"] for row in rows})
-    columns, rule = [f"{nbytes >> 20} MiB" for nbytes in sizes], "|---|" + "---:|" * len(sizes)
+    columns, rule = [human_size(nbytes) for nbytes in sizes], "|---|" + "---:|" * len(sizes)
 
     def section(operation: str, shown: Sequence[Row], title: str, text_of: Callable[[Row], str]) -> None:
         found = [row for row in shown if row["operation"] == operation]
@@ -379,6 +383,22 @@ def drawn(rows: Sequence[Row]) -> list[Row]:
     return [row for row in quickest.values() if row["contender"] != UNCHECKED]
 
 
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """How the bandwidth of each tool grows with the size, a panel for each operation."""
+    operations = list(dict.fromkeys(row["operation"] for row in rows))
+    sizes = sorted({row["nbytes"] for row in rows})
+    figure, axes = pictures.panels(len(operations), height=3.2)
+    for axis, operation in zip(axes, operations, strict=True):
+        lines: dict[str, dict[int, pictures.Spread]] = {}
+        for row in (row for row in drawn(rows) if row["operation"] == operation):
+            lines.setdefault(row["contender"], {})[row["nbytes"]] = bandwidth(row)
+        pictures.lines(axis, lines)
+        axis.set_xticks(sizes, [human_size(nbytes) for nbytes in sizes])
+        axis.set(title=f"{operation}: median, slowest and fastest of the rounds", ylabel="GB/s")
+    pictures.legend(figure, axes)
+    pictures.write(figure, path)
+
+
 def present(names: Sequence[str], device: str) -> list[Tool]:
     """The tools that take part. Says who is not installed."""
     found = []
@@ -412,7 +432,7 @@ class Found:
         result = {"machine": self.machine, "rows": rows, "verdicts": verdicts, "tried": self.tried}
         samples = [asdict(sample) for sample in self.samples]
         output.with_suffix(".json").write_text(json.dumps({**result, "samples": samples}) + "\n")
-        plot(drawn(rows), output.with_suffix(".png"))
+        plot(rows, output.with_suffix(".png"))
 
 
 def measure(files: Files, operation: str, tools: Sequence[Tool], options: argparse.Namespace, found: Found) -> None:
@@ -425,10 +445,10 @@ def measure(files: Files, operation: str, tools: Sequence[Tool], options: argpar
         seconds = {settings[0].name: [0.0]}
         if len(settings) > 1 or tool.distribution:
             seconds = try_settings(files, operation, tool, options.tries)
-            found.tried.append({"mib": files.mib, "operation": operation, "tool": tool.name, "seconds": seconds})
+            found.tried.append({"nbytes": files.nbytes, "operation": operation, "tool": tool.name, "seconds": seconds})
         runs += runs_of(tool, operation, seconds)
     for run in runs:
-        found.settings[files.mib << 20, operation, run.name] = run.setting.name
+        found.settings[files.nbytes, operation, run.name] = run.setting.name
     for number in range(options.rounds):
         found.samples.extend(measured(files, operation, run) for run in random.Random(number).sample(runs, len(runs)))
         found.samples.extend(limit(files, operation))
@@ -436,7 +456,7 @@ def measure(files: Files, operation: str, tools: Sequence[Tool], options: argpar
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", nargs="+", type=int, default=MIBS, help="sizes of the state")
+    parser.add_argument("--sizes", nargs="+", default=SIZES, help="of the state, such as 64KiB")
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS)
     parser.add_argument("--tools", nargs="+", choices=[tool.name for tool in TOOLS], default=[])
     parser.add_argument("--rounds", type=int, default=5)
@@ -450,11 +470,11 @@ def main() -> None:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     tools = present(options.tools, options.device)
     found = Found(describe_machine(options.folder, options.device))
-    for mib in options.mib:
+    for size in [as_nbytes(size, "--sizes", at_least=64 << 10) for size in options.sizes]:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            files = save_files(mib, options.device, Path(folder), tools)
+            files = save_files(size, options.device, Path(folder), tools)
             for operation in options.operations:
-                print(f"{mib} MiB, {operation} ...", file=sys.stderr, flush=True)
+                print(f"{human_size(size)}, {operation} ...", file=sys.stderr, flush=True)
                 measure(files, operation, tools, options, found)
         found.write(options.output)  # what there is, if a later size cannot be measured
     print(options.output.with_suffix(".md").read_text())

@@ -96,6 +96,21 @@ def bars(
         axis.invert_yaxis()
 
 
+def lines(axis: Any, series: Mapping[str, Mapping[float, Spread]]) -> None:
+    """A line for each contender, with spreads, on logarithmic scales. By contender, ``series`` has what is measured by
+    what it depends on."""
+    for name in in_order(series):
+        found = sorted(series[name].items())
+        errors = [[one.median - one.least for _, one in found], [one.greatest - one.median for _, one in found]]
+        is_ours = name.startswith("fastensor")
+        axis.errorbar(
+            [at for at, _ in found], [one.median for _, one in found], yerr=errors, color=COLOURS[name], label=name,
+            marker="o", markersize=3, linewidth=2.2 if is_ours else 1.2, elinewidth=0.9, zorder=3 if is_ours else 2,
+        )  # fmt: skip
+    axis.set(xscale="log", yscale="log")
+    axis.minorticks_off()
+
+
 def legend(figure: Any, axes: Iterable[Any]) -> None:
     """One legend above all panels, where it covers nothing."""
     handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}

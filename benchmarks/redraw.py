@@ -29,7 +29,7 @@ DRAWN_BY: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "checkpoint": lambda found, path: report.plot(found["rows"], path),
     "checkpoint-small": lambda found, path: report.plot(found["rows"], path),
     "safetensors": lambda found, path: report.plot(found["rows"], path),
-    "loaders": lambda found, path: report.plot(loaders.drawn(found["rows"]), path),
+    "loaders": lambda found, path: loaders.plot(found["rows"], path),
     "new_user": lambda found, path: new_user.plot([new_user.Run(**run) for run in found["runs"]], path),
     "tensor_io": draw_tensors,
     "tensor_io-mixes": draw_tensors,

@@ -93,7 +93,7 @@ def table(rows: list[Row], machine: dict[str, str], verdicts: list[dict[str, Any
 
 
 def spread(row: Row | None) -> str:
-    return f"{row['seconds']:.3f} ({row['seconds_min']:.3f}–{row['seconds_max']:.3f})" if row else "–"
+    return f"{row['seconds']:#.3g} ({row['seconds_min']:#.3g}–{row['seconds_max']:#.3g})" if row else "–"
 
 
 def _effort(row: Row | None) -> str:
@@ -114,14 +114,16 @@ def plot(rows: list[Row], path: Path) -> None:
         pictures.bars(
             axis,
             [f"{model.replace('_', chr(10), 1)}\n{nbytes / 2**20:.0f} MiB" for nbytes, model in models],
-            {name: [_bandwidth(found.get((name, model))) for _, model in models] for name in names},
+            {
+                name: [bandwidth(found[name, model]) if (name, model) in found else None for _, model in models]
+                for name in names
+            },
         )
         axis.set(title=f"{operation}: median, slowest and fastest of the rounds", ylabel="GB/s")
     pictures.legend(figure, axes)
     pictures.write(figure, path)
 
 
-def _bandwidth(row: Row | None) -> pictures.Spread | None:
-    if row is None:
-        return None
+def bandwidth(row: Row) -> pictures.Spread:
+    """GB/s."""
     return pictures.Spread(*(row["nbytes"] / row[key] / 1e9 for key in ("seconds", "seconds_max", "seconds_min")))

@@ -39,10 +39,10 @@ def row() -> Callable[..., dict[str, Any]]:
     return row
 
 
-@pytest.mark.parametrize("mib", [1, 10, 100, 400, 1424, 4096])
-def test_a_state_has_that_size(benchmark: Any, mib: int) -> None:
-    shapes = benchmark.shapes_of_size(mib)
-    assert benchmark.values_of(shape for _, shape, _ in shapes) * 4 == mib << 20
+@pytest.mark.parametrize("kib", [64, 1 << 10, 10 << 10, 100 << 10, 1424 << 10, 8 << 20])
+def test_a_state_has_that_size(benchmark: Any, kib: int) -> None:
+    shapes = benchmark.shapes_of_size(kib << 10)
+    assert benchmark.values_of(shape for _, shape, _ in shapes) * 4 == kib << 10
     assert len({name for name, _, _ in shapes}) == len(shapes) > 12
 
 
@@ -108,7 +108,7 @@ def done(benchmark: Any, job: Any) -> tuple[tuple[float, float, int], str]:
 @pytest.mark.parametrize("name", TOOLS)
 def test_a_tool_loads_what_was_saved(benchmark: Any, tmp_path: Path, name: str) -> None:
     tool = installed(name)
-    files = benchmark.save_files(1, "cpu", tmp_path, [tool])
+    files = benchmark.save_files(1 << 20, "cpu", tmp_path, [tool])
     for setting in tool.load.settings:
         job = benchmark.Job(name, setting, benchmark.WARM, files.of(tool), "cpu", tmp_path)
         (seconds, _, _), found = done(benchmark, job)
@@ -121,7 +121,7 @@ def test_a_tool_saves_what_is_read_by_the_format(benchmark: Any, tmp_path: Path,
     tool = installed(name)
     if tool.save is None:
         pytest.skip("it only loads")
-    files = benchmark.save_files(1, "cpu", tmp_path, [])
+    files = benchmark.save_files(1 << 20, "cpu", tmp_path, [])
     source = files.of(benchmark.tool_named("safetensors"))
     for number, setting in enumerate(tool.save.settings):
         path = tmp_path / f"saved{number}{tool.suffix}"
@@ -160,8 +160,8 @@ def test_the_table_has_each_tool_and_size(benchmark: Any, row: Callable[..., Any
     for line in (
         "| fastensor, safetensors | 1.2.3 | CRC32s of the header and of each tensor | each has its own |",
         "| | 1 MiB | 8 MiB |",
-        "| fastensor, safetensors | 1.000 (1.000–1.000) | 8.000 (8.000–8.000) |",
-        "| fastsafetensors, tuned | 2.000 (2.000–2.000) | – |",
+        "| fastensor, safetensors | 1.00 (1.00–1.00) | 8.00 (8.00–8.00) |",
+        "| fastsafetensors, tuned | 2.00 (2.00–2.00) | – |",
         "| fio | 0.500 (0.500–0.500) | – |",
         "| fastensor, safetensors | cold load | 0.50 (fastsafetensors, tuned) | – |",
         "| fastsafetensors | 2; 1.50 | – |",
@@ -169,9 +169,13 @@ def test_the_table_has_each_tool_and_size(benchmark: Any, row: Callable[..., Any
         assert line in text.splitlines()
 
 
-def test_a_picture_shows_each_tool_once(benchmark: Any, row: Callable[..., Any]) -> None:
+def test_a_picture_shows_each_tool_once(benchmark: Any, row: Callable[..., Any], tmp_path: Path) -> None:
     rows = [row("fastsafetensors", 3.0), row("fastsafetensors, tuned", 2.0), row("fastensor, no checksums", 1.0)]
-    assert [(one["contender"], one["seconds"]) for one in benchmark.drawn(rows)] == [("fastsafetensors", 2.0)]
+    rows += [row("fio", 1.0, "durable save", nbytes=8 << 20), row("fio", 1.0, "durable save", nbytes=64 << 10)]
+    found = [(one["contender"], one["seconds"], one["nbytes"]) for one in benchmark.drawn(rows)]
+    assert found == [("fastsafetensors", 2.0, 1 << 20), ("fio", 1.0, 8 << 20), ("fio", 1.0, 64 << 10)]
+    benchmark.plot(rows, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("name", ["run:ai model streamer", "fastsafetensors"])
