@@ -90,23 +90,22 @@ class Memo(dict[int, Any]):
         if found is None:
             return None
         (word, kind, length, key, put_key, location, numel, put_id, offset, size, put_size, stride, put_stride, grad,
-         hooks, *put_others) = found.groups()  # fmt: skip
+         hooks, put_hooks, put_arguments) = found.groups()  # fmt: skip
         gets = (word, kind, location, hooks)
         source = self._sources.get(gets) or self._find_source(gets)
         geometry = geometry_of(size, stride)
         if source is None or geometry is None or length[0] != len(key):
             return None
-        text, number = key.decode(), number_in(put_key)
-        self[number] = text
-        end = self._end
-        for put in (put_id, put_size, put_stride, *put_others):
+        text, key_number, end = key.decode(), number_in(put_key), self._end
+        for put in (put_key, put_id, put_size, put_stride, put_hooks, put_arguments):
             if put is not None:
-                if (other := int.from_bytes(put, "little") >> 8) < end:  # number_in, inline: there may be a million
+                if (number := int.from_bytes(put, "little") >> 8) < end:  # number_in, inline: there may be a million
                     raise NotAsTorchWritesError("a number in the memo that is not above those before it")
-                end = other + 1
+                end = number + 1
+        super().__setitem__(key_number, text)
         self._end = end
         return PlainCall(
-            source, text, number, number_in(numel), number_in(offset), *geometry, grad == _TRUE, found.end()
+            source, text, key_number, number_in(numel), number_in(offset), *geometry, grad == _TRUE, found.end()
         )
 
     def _find_source(self, gets: tuple[bytes, ...]) -> Any:
