@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastensor
-from fastensor import CorruptCheckpointError, UnsafeCheckpointError
+from fastensor import CorruptCheckpointError, FastensorError, UnsafeCheckpointError
 from fastensor.backends.registry import available_names
 from fastensor.checkpoint.reading import checked_file, storages
 from fastensor.files import posix
@@ -238,3 +239,60 @@ def test_a_record_beside_the_folder_is_not_the_archives_own(tmp_path: Path, name
         archive.writestr(name, content)
     with pytest.raises(fastensor.FastensorError):
         fastensor.load(tmp_path / "x.pt")
+
+
+def rewritten(path: Path, edit: Callable[[bytes], bytes]) -> None:
+    """Write an archive anew with another pickle."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    pickled = next(name for name in records if name.endswith("/data.pkl"))
+    edited = edit(records[pickled])
+    assert edited != records[pickled]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in {**records, pickled: edited}.items():
+            archive.writestr(name, data)
+
+
+def behind_the_last(opcodes: bytes) -> Callable[[bytes], bytes]:
+    """An edit that sets ``x`` to what opcodes make, as the last item of a dict of tensors."""
+    return lambda data: data.removesuffix(b"u.") + b"X\1\0\0\0x" + opcodes + b"u."
+
+
+UNUSUAL_MEMOS = {
+    "a value that no pickler takes": behind_the_last(b"h\x10"),
+    "the key of a storage": behind_the_last(b"h\x0f"),
+    "a number that nothing has": behind_the_last(b"h\xff"),
+    "a number that is used again": behind_the_last(b"K\1q\x10"),
+    "a number that a call uses, too": lambda data: behind_the_last(b"h\x18")(data.replace(b"bq\x0e", b"bq\x18")),
+    "a function that is not there": lambda data: data.replace(b"_v2\nq\x02", b"_v2\nq\x22"),
+    "a location that is a tensor": lambda data: data.replace(b"q\x0fh\x06K", b"q\x0fh\x0dK"),
+    "a function as the word": lambda data: data.replace(b"h\x02((h\x03", b"h\x02((h\x02"),
+    "hooks that are a text": lambda data: data.replace(b"h\x0a)R", b"h\x01)R"),
+}
+
+
+@pytest.mark.parametrize("edit", UNUSUAL_MEMOS.values(), ids=UNUSUAL_MEMOS)
+def test_unusual_memos_mean_what_they_mean_to_torch(tmp_path: Path, edit: Callable[[bytes], bytes]) -> None:
+    torch.save({"a": torch.ones(2), "b": torch.zeros(3), "c": torch.ones(4)}, path := tmp_path / "x.pt")
+    rewritten(path, edit)
+    try:
+        expected = torch.load(path)
+    except Exception:  # noqa: BLE001  # any refusal of torch is to be one of ours
+        with pytest.raises(FastensorError):
+            fastensor.load(path)
+    else:
+        states.assert_equal(fastensor.load(path, verify=False), expected)
+
+
+@pytest.mark.usefixtures("not_with_torch")
+def test_plain_tensors_have_all_that_torch_gives_them(tmp_path: Path) -> None:
+    base = torch.arange(24.0)
+    tensors = [base[3:9], base.view(4, 6).t(), torch.ones(()), torch.ones(2, requires_grad=True), torch.ones(0, 3)]
+    torch.save(tensors + tensors[:1] + [torch.full((5,), 1j).conj()], tmp_path / "x.pt")
+    found, expected = fastensor.load(tmp_path / "x.pt"), torch.load(tmp_path / "x.pt")
+    states.assert_equal(found, expected)
+    assert states.pattern(states.storages_of(found)) == states.pattern(states.storages_of(expected))
+    for one, other in zip(found, expected, strict=True):
+        assert one.requires_grad == other.requires_grad
+        assert one._backward_hooks == other._backward_hooks
+        assert one.is_conj() == other.is_conj()

@@ -12,8 +12,9 @@ from fastensor.checkpoint.tools.catalog import Inspection, TensorInfo
 from fastensor.checkpoint.tools.inspect import inspect_all
 from fastensor.cli.errors import in_flags, print_error
 from fastensor.cli.output import FAILED, OK, print_json, print_styled, print_table, printable, without_middle
-from fastensor.cli.summary import dtype_name, grouped, patterns, prefix, rows, totals
+from fastensor.cli.summary import Totals, dtype_name, grouped, patterns, prefix, rows, totals
 from fastensor.errors import FastensorError
+from fastensor.files.garbage import without_collection
 from fastensor.files.words import counted, human_count, human_size
 
 _MANY = 200
@@ -21,6 +22,7 @@ _MANY = 200
 _GROUPS = ("tensors", "parameters", "dtype", "size")
 
 
+@without_collection()
 def run(files: Sequence[str], *, keys: Sequence[str] | None, depth: int | None, everything: bool, json: bool) -> int:
     """Show what files hold."""
     shown: list[Any] = []
@@ -79,7 +81,7 @@ def _as_json(found: Inspection, depth: int | None) -> dict[str, Any]:
         "checked": found.checked,
         "memory_nbytes": found.memory_bytes,
         "totals": asdict(totals(found.tensors, found.ties)),
-        "dtypes": {name: asdict(one) for name, (one, _) in grouped(found.tensors, found.ties, dtype_name).items()},
+        "dtypes": {name: asdict(one) for name, (one, _) in _by_dtype(found).items()},
         "tensors": described,
         "others": found.others,
         "metadata": dict(found.metadata),
@@ -98,8 +100,12 @@ def _file_as_json(name: str, found: Inspection) -> dict[str, Any]:
     return {**shown, "totals": asdict(totals(found.tensors, found.ties)), "metadata": dict(found.metadata)}
 
 
-def _by_prefix(found: Inspection, depth: int) -> Any:
-    return grouped(found.tensors, found.ties, lambda tensor: prefix(tensor.name, depth))
+def _by_dtype(found: Inspection) -> dict[str, tuple[Totals, str]]:
+    return grouped(found.tensors, found.ties, map(dtype_name, found.tensors))
+
+
+def _by_prefix(found: Inspection, depth: int) -> dict[str, tuple[Totals, str]]:
+    return grouped(found.tensors, found.ties, (prefix(tensor.name, depth) for tensor in found.tensors))
 
 
 def _print(found: Inspection, depth: int | None, most: int) -> None:
@@ -148,8 +154,7 @@ def _print_files(found: Inspection) -> None:
 
 
 def _print_tensors(found: Inspection, depth: int | None, most: int) -> None:
-    ties = found.ties
-    dtypes = grouped(found.tensors, ties, dtype_name)
+    dtypes = _by_dtype(found)
     if len(dtypes) > 1:
         print()
         table = [
@@ -162,8 +167,7 @@ def _print_tensors(found: Inspection, depth: int | None, most: int) -> None:
     if depth is not None:
         print_table(["prefix", *_GROUPS], rows(_by_prefix(found, depth)), right=(1, 2, 4), most=most)
     elif len(found.tensors) > most:
-        names = patterns(found.tensors)
-        groups = grouped(found.tensors, ties, lambda tensor: names[tensor.name])
+        groups = grouped(found.tensors, found.ties, patterns(found.tensors))
         print_table(["names", *_GROUPS], rows(groups), right=(1, 2, 4), most=most)
         print("\n--all shows each tensor; --depth N sums up by prefix; --key PATTERN shows those that match")
     else:

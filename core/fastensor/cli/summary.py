@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+
+import torch
 
 from fastensor.checkpoint.tools.catalog import TensorInfo
 from fastensor.files.words import human_size
 
 _MOST_GROUPS = 60
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A part of a name that is a number."""
 
 
 @dataclass(slots=True)
@@ -25,40 +32,59 @@ class Totals:
 
 def dtype_name(tensor: TensorInfo) -> str:
     """The name of a tensor's dtype, without that of torch."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name_of(tensor.dtype)
 
 
-def totals(tensors: Iterable[TensorInfo], tied: Iterable[Sequence[str]]) -> Totals:
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def totals(tensors: Sequence[TensorInfo], tied: Sequence[Sequence[str]]) -> Totals:
     """Sums over tensors.
 
     Args:
         tensors: the tensors.
         tied: groups of names that share memory. All but the largest of a group add no parameters.
     """
-    found = Totals()
-    chosen = {tensor.name: tensor for tensor in tensors}
-    again = {name for group in tied for name in _all_but_largest([chosen[one] for one in group if one in chosen])}
-    for tensor in chosen.values():
-        found.tensors += 1
-        found.nbytes += tensor.nbytes
-        found.parameters += 0 if tensor.name in again else math.prod(tensor.shape)
+    found = Totals(len(tensors))
+    for tensor, count in _counted(tensors):
+        found.nbytes += count * tensor.nbytes
+        found.parameters += count * math.prod(tensor.shape)
+    if tied:
+        by_name = {tensor.name: tensor for tensor in tensors}
+        for group in tied:
+            found.parameters -= _repeated([by_name[name] for name in group if name in by_name])
     return found
 
 
-def _all_but_largest(group: Sequence[TensorInfo]) -> list[str]:
-    return [tensor.name for tensor in sorted(group, key=lambda tensor: -tensor.nbytes)[1:]]
+def _counted(tensors: Sequence[TensorInfo]) -> list[tuple[TensorInfo, int]]:
+    """A tensor of each dtype and shape, and how many there are of them: few, where there are many tensors."""
+    kinds = {(tensor.dtype, tensor.shape): tensor for tensor in tensors}
+    counts = Counter([(tensor.dtype, tensor.shape) for tensor in tensors])
+    return [(kinds[kind], count) for kind, count in counts.items()]
+
+
+def _repeated(group: Sequence[TensorInfo]) -> int:
+    """Elements of all but the largest tensor of a group."""
+    return sum(math.prod(tensor.shape) for tensor in sorted(group, key=lambda tensor: -tensor.nbytes)[1:])
 
 
 def grouped(
-    tensors: Iterable[TensorInfo], tied: Sequence[Sequence[str]], group_of: Callable[[TensorInfo], str]
+    tensors: Iterable[TensorInfo], tied: Sequence[Sequence[str]], names: Iterable[str]
 ) -> dict[str, tuple[Totals, str]]:
-    """Sums for each group of tensors, and the dtypes in it."""
-    groups: dict[str, list[TensorInfo]] = {}
-    for tensor in tensors:
-        groups.setdefault(group_of(tensor), []).append(tensor)
+    """Sums for each group of tensors, and the dtypes in it.
+
+    Args:
+        tensors: the tensors.
+        tied: as for :func:`totals`.
+        names: of the group of each tensor.
+    """
+    groups: defaultdict[str, list[TensorInfo]] = defaultdict(list)
+    for tensor, name in zip(tensors, names, strict=True):
+        groups[name].append(tensor)
     return {
-        name: (totals(group, tied), ", ".join(sorted({dtype_name(tensor) for tensor in group})))
-        for name, group in groups.items()
+        name: (totals(group, tied), ", ".join(sorted(set(map(dtype_name, group))))) for name, group in groups.items()
     }
 
 
@@ -71,16 +97,16 @@ def prefix(name: str, depth: int) -> str:
     return ".".join(name.split(".")[:depth])
 
 
-def patterns(tensors: Iterable[TensorInfo]) -> Mapping[str, str]:
-    """A pattern for ``--key`` for each name: names that differ only in numbers have the same one. If these are too
+def patterns(tensors: Iterable[TensorInfo]) -> list[str]:
+    """A pattern for ``--key`` for each tensor: names that differ only in numbers have the same one. If these are too
     many, names that begin alike are joined."""
-    names = {
-        tensor.name: tuple("*" if one.isdecimal() else one for one in tensor.name.split(".")) for tensor in tensors
-    }
-    depth = max(map(len, names.values()), default=1)
-    while depth > 1 and len({parts[:depth] for parts in names.values()}) > _MOST_GROUPS:
+    names = [_NUMBER.sub("*", tensor.name) for tensor in tensors]
+    parts = {name: tuple(name.split(".")) for name in dict.fromkeys(names)}
+    depth = max(map(len, parts.values()), default=1)
+    while depth > 1 and len({one[:depth] for one in parts.values()}) > _MOST_GROUPS:
         depth -= 1
-    return {name: ".".join([*parts[:depth], *(["*"] if len(parts) > depth else [])]) for name, parts in names.items()}
+    cut = {name: ".".join([*one[:depth], *(["*"] if len(one) > depth else [])]) for name, one in parts.items()}
+    return [cut[name] for name in names]
 
 
 def rows(groups: Mapping[str, tuple[Totals, str]]) -> list[list[str]]:

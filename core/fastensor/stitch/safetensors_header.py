@@ -14,6 +14,7 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -152,9 +153,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{_shortened(name)} occurs twice")
-    for name in result:
-        if not name.isascii() and not is_unicode(name):
-            raise ValueError("a name holds a lone surrogate")
+    if not is_unicode("".join(result)):
+        raise ValueError("a name holds a lone surrogate")
     return result
 
 
@@ -200,30 +200,36 @@ def _parse_checksums(text: str, tensors: int, data: bytes, where: str) -> list[i
 
 
 def _parse_tensor(name: str, value: Any, crc32: int | None, base: int, where: str) -> Part:
-    here = f"{where}: tensor {name!r} in the header"
+    def refused(what: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{where}: tensor {name!r} in the header{what}")
+
     if not isinstance(value, dict) or value.keys() != _FIELDS:
-        raise CorruptCheckpointError(
-            f"{here} is described by {_shortened(value)}, expected dtype, shape and data_offsets"
-        )
+        raise refused(f" is described by {_shortened(value)}, expected dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise CorruptCheckpointError(f"{here} has dtype {_shortened(dtype)}, which the format does not have")
-    if not _are_sizes(shape) or not is_shape(shape):
-        raise CorruptCheckpointError(f"{here} has shape {_shortened(shape)}, which no tensor has")
+        raise refused(f" has dtype {_shortened(dtype)}, which the format does not have")
+    if not _are_sizes(shape) or (numel := _numel(tuple(shape))) is None:
+        raise refused(f" has shape {_shortened(shape)}, which no tensor has")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CorruptCheckpointError(f"{here} has data_offsets {_shortened(offsets)}, expected [begin, end]")
-    bits = math.prod(shape) * _BITS[dtype]
-    if bits != 8 * (offsets[1] - offsets[0]):
-        raise CorruptCheckpointError(
-            f"{here}: {dtype} of shape {list(shape)} takes {bits / 8:g} bytes, but its data_offsets {offsets} have "
-            f"room for {offsets[1] - offsets[0]}"
+        raise refused(f" has data_offsets {_shortened(offsets)}, expected [begin, end]")
+    begin, end = offsets
+    bits = numel * _BITS[dtype]
+    if bits != 8 * (end - begin):
+        raise refused(
+            f": {dtype} of shape {shape} takes {bits / 8:g} bytes, but its data_offsets {offsets} have room for "
+            f"{end - begin}"
         )
     if dtype == "F4":
         if not shape or shape[-1] % 2:
-            raise CorruptCheckpointError(f"{here} has shape {list(shape)}; the last size of F4 is even")
+            raise refused(f" has shape {shape}; the last size of F4 is even")
         shape = [*shape[:-1], shape[-1] // 2]
-    begin, end = offsets
     return Part(name, end - begin, crc32, base + begin, base + end, 0, dtype, tuple(shape))
+
+
+@lru_cache(maxsize=4096)
+def _numel(shape: tuple[int, ...]) -> int | None:
+    """Number of elements of a shape; None if no tensor has it."""
+    return math.prod(shape) if is_shape(shape) else None
 
 
 def _are_sizes(value: Any) -> bool:

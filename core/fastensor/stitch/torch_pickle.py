@@ -11,8 +11,9 @@ import io
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ from fastensor.stitch.pickle_functions import (
     rebuild_tensor,
 )
 from fastensor.stitch.pickle_records import PickledStorage, PickledTensor, Range, UnknownGlobal, UnknownObject, as_key
-from fastensor.stitch.plain_call import PLAIN_CALL, geometry_of, number_in
+from fastensor.stitch.plain_call import Memo, NotAsTorchWritesError, PlainCall
 
 _LONGEST_NAME = 300
 """In bytes of UTF-8. A pickle may have a text once, and name a thousand globals with it."""
@@ -76,14 +77,14 @@ def read_program(data: bytes, *, where: str) -> Program:
     """
     try:
         return _run(_Interpreter(data, recognizes=True).run, where)
-    except _NotAsTorchWritesError:
+    except NotAsTorchWritesError:
         return _run(_Interpreter(data, recognizes=False).run, where)
 
 
 def _run(interpret: Callable[[], _Found], where: str) -> _Found:
     try:
         return interpret()
-    except (MemoryError, _NotAsTorchWritesError):
+    except (MemoryError, NotAsTorchWritesError):
         raise
     except RecursionError as error:
         raise CorruptCheckpointError(f"{where}: the pickle is nested too deeply to be one of torch's") from error
@@ -122,12 +123,20 @@ _OTHERS = {
 }
 """The other opcodes that torch's own search for globals knows."""
 _Found = TypeVar("_Found")
-_FORGOTTEN: Any = object()
-"""Stands in the memo for the values that :meth:`_Interpreter._plain_tensor` does not make. torch never takes them."""
 
 
-class _NotAsTorchWritesError(Exception):
-    """The pickle uses the memo as torch never does. No call may be recognized in it: each opcode has to be run."""
+def _source_of(puts: Container[int], memo: Memo, numbers: Sequence[int]) -> tuple[torch.dtype, str] | None:
+    """The dtype and the location of a storage. See :class:`Memo`.
+
+    Args:
+        puts: as :attr:`Program.puts`. What is taken from there has to be noted.
+        memo: holds the word, the class, the location and the hooks.
+        numbers: where these are.
+    """
+    word, kind, location, hooks = map(memo.get, numbers)
+    if any(number in puts for number in numbers) or word != "storage" or hooks is not OrderedDict:
+        return None
+    return (kind.dtype, location) if type(kind) is StorageClass and type(location) is str else None
 
 
 class _Interpreter(pickle._Unpickler):
@@ -148,13 +157,12 @@ class _Interpreter(pickle._Unpickler):
     def __init__(self, data: bytes, *, recognizes: bool) -> None:
         super().__init__(io.BytesIO(data))
         self._data = data
-        self._recognizes = recognizes
-        self._sources: dict[tuple[bytes, ...], tuple[torch.dtype, str]] = {}
-        """Dtypes and locations of storages, by the opcodes that take them from the memo."""
         self._texts: list[Range] = []
         self._names: list[Range] = []
         self._puts: dict[int, int] = {}
         self._gets: list[tuple[int, int]] = []
+        if recognizes:
+            self.memo = Memo(data, partial(_source_of, self._puts))
         self._can_be_cut = True
         self._globals: dict[str, UnknownGlobal] = {}
         self._left = 2 * len(data) + _SPARE_ELEMENTS
@@ -206,8 +214,6 @@ class _Interpreter(pickle._Unpickler):
             if key in _PUTS:  # nearly half of the opcodes are, most others are what comes next
                 number = int.from_bytes(read(_PUTS[key]), "little")
                 if number in memo:
-                    if self._recognizes:
-                        raise _NotAsTorchWritesError
                     self._can_be_cut = False
                 memo[number] = stack[-1]
                 if at == text_end:
@@ -220,11 +226,13 @@ class _Interpreter(pickle._Unpickler):
                 begins.append(at)
                 if number in puts:
                     self._gets.append((at, number))
-                if stack[-1] is _FORGOTTEN:
-                    raise _NotAsTorchWritesError
-                if stack[-1] is rebuild_tensor and self._recognizes and (tensor := self._plain_tensor(at, tell())):
-                    stack[-1] = tensor
-                    file.seek(tensor.made_by[1])
+                if stack[-1] is rebuild_tensor and isinstance(memo, Memo) and (call := memo.call_at(tell())):
+                    stack[-1] = self._plain_tensor(call, at)
+                    file.seek(call.end)
+            elif key == pickle.BINUNICODE:
+                stack.append(str(read(int.from_bytes(read(4), "little")), "utf-8", "surrogatepass"))
+                begins.append(at)
+                text, text_end = at, tell()
             elif key == pickle.MARK:
                 self.metastack.append(stack)
                 self.stack = stack = []
@@ -250,71 +258,19 @@ class _Interpreter(pickle._Unpickler):
                 if key in _MAKES:
                     if type(stack[-1]) in (PickledTensor, UnknownObject):
                         stack[-1].made_by = begins[-1], tell()
-                elif key == pickle.BINUNICODE:
-                    text, text_end = at, tell()
                 elif key == pickle.GLOBAL:
                     text, text_end = at, tell()
                     self._names.append((text, text_end))
                 elif key not in _OTHERS:
                     self._can_be_cut = False
 
-    def _plain_tensor(self, begin: int, arguments: int) -> PickledTensor | None:
-        """Run a call of ``_rebuild_tensor_v2``, if it is an ordinary one.
-
-        Args:
-            begin: where the function is taken from the memo.
-            arguments: where its arguments begin.
-
-        Returns:
-            The tensor. The key of its storage has been put into the memo. None if anything is out of the ordinary; then
-            the call has to be run opcode by opcode, or refused.
-        """
-        found = PLAIN_CALL.match(self._data, arguments)
-        if found is None:
-            return None
-        (word, kind, length, key, put_key, location, numel, put_id, offset, size, put_size, stride, put_stride, hooks,
-         *put_others) = found.groups()  # fmt: skip
-        source = self._source((word, kind, location, hooks))
-        geometry = geometry_of(size, stride)
-        if source is None or geometry is None or length[0] != len(key):
-            return None
-        dtype, place = source
-        shape, steps = geometry
-        storage = PickledStorage(key.decode(), dtype, place, number_in(numel) * dtype.itemsize)
-        tensor = PickledTensor("Tensor", dtype, shape, storage, number_in(offset), steps)
-        tensor.made_by = begin, found.end()
-        memo = self.memo
-        expected = len(memo) + 1
-        number = number_in(put_key)
-        memo[number] = storage.key
-        self._puts[number] = begin
-        for put in (put_id, put_size, put_stride, *put_others):
-            if put is not None:
-                memo[int.from_bytes(put, "little") >> 8] = _FORGOTTEN  # number_in, inline: there may be a million
-                expected += 1
-        if len(memo) != expected:
-            raise _NotAsTorchWritesError
-        return tensor
-
-    def _source(self, gets: tuple[bytes, ...]) -> tuple[torch.dtype, str] | None:
-        """The dtype and the location of a storage; None if what is taken from the memo is not what torch takes.
-
-        Args:
-            gets: the opcodes that take the word, the class of the storage, the location, and the class of the hooks.
-        """
-        if gets not in self._sources:
-            numbers = [number_in(get) for get in gets]
-            word, kind, location, hooks = (self.memo.get(number) for number in numbers)
-            if (
-                any(number in self._puts for number in numbers)
-                or word != "storage"
-                or type(kind) is not StorageClass
-                or type(location) is not str
-                or hooks is not OrderedDict
-            ):
-                return None
-            self._sources[gets] = kind.dtype, location
-        return self._sources[gets]
+    def _plain_tensor(self, call: PlainCall, begin: int) -> PickledTensor:
+        """The tensor of a call, whose function is taken from the memo at ``begin``."""
+        dtype, location = call.source
+        self._puts[call.key_number] = begin
+        storage = PickledStorage(call.key, dtype, location, call.numel * dtype.itemsize)
+        made_by = begin, call.end
+        return PickledTensor("Tensor", dtype, call.shape, storage, call.offset, call.stride, True, (), made_by)
 
     def find_class(self, module: str, name: str) -> Any:
         short = len(module) + len(name) <= _LONGEST_NAME

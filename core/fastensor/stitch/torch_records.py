@@ -91,7 +91,7 @@ def read_archive(read: ReadAt, nbytes: int, *, where: str) -> TorchArchive:
 
 def _find_pickle(directory: ZipDirectory, where: str) -> str:
     """The name of the record that makes an archive a checkpoint."""
-    names = [name for name, *_ in directory.parts]
+    names = [part.name for part in directory.parts]
     found = [name for name in names if name.endswith(f"/{_PICKLE}") and name.count("/") == 1]
     if not found and (what := _archive_in_words(names)):
         raise NotACheckpointError(f"{where}: expected a checkpoint, found {what}")

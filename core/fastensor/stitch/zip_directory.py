@@ -78,7 +78,7 @@ def parse_directory(read: ReadAt, nbytes: int, *, where: str) -> ZipDirectory:
 def _parts(entries: Sequence[_DirectoryEntry], offset: int, where: str) -> list[Part]:
     """The records of entries that are ordered by offset. Raises if two have one name, or if they overlap."""
     parts: dict[str, Part] = {}
-    ends = [begin for begin, *_ in entries[1:]]
+    ends = [entry[0] for entry in entries[1:]]
     ends.append(offset)
     for (begin, name, nbytes, stored_nbytes, crc32, header_nbytes, _), end in zip(entries, ends, strict=False):
         reached = begin + header_nbytes + stored_nbytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _HOST = torch.device("cpu")
 _SAVED_FROM = "cpu"
 """The location that tensors were saved from: the format does not say it."""
+_row_major = lru_cache(maxsize=4096)(row_major)
 
 
 def load(file: OpenedFile, request: LoadRequest) -> Loaded:
@@ -57,7 +58,7 @@ def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:
     located = {}
     for part in header.tensors:
         info = TensorInfo(part.name, "Tensor", torch_dtype(part, file.where), part.shape, part.name, part.crc32)
-        located[part.name] = Located(info, part, 0, row_major(part.shape))
+        located[part.name] = Located(info, part, 0, _row_major(part.shape))
     infos = {name: one.info for name, one in located.items()}
     return Catalog(
         "safetensors",
@@ -141,7 +142,7 @@ def _chosen(parts: Sequence[Part], keys: Iterable[str] | None, where: str) -> Se
 
 def _as_tensor(placed: torch.UntypedStorage, part: Part, where: str) -> torch.Tensor:
     empty = torch.empty(0, dtype=torch_dtype(part, where), device=placed.device)
-    return empty.set_(placed, 0, part.shape, row_major(part.shape))
+    return empty.set_(placed, 0, part.shape, _row_major(part.shape))
 
 
 def _map(file: OpenedFile, parts: Sequence[Part], map_location: MapLocation) -> dict[str, torch.Tensor]:

@@ -3,8 +3,9 @@
 For each storage, ``torch.load`` searches for a record, reads it in several calls, and tests several times for fake
 tensors. Here, neighbouring storages are read together, and with them the pickle and the small records beside it.
 torch's own restricted unpickler decides what the pickle may hold and do, and asks :class:`Storages` only for storages
-that it has allowed. That unpickler is private to torch. With a release of torch that is not known here, and for unusual
-files and requests, ``torch.load`` itself loads the file.
+that it has allowed. The call that makes a plain tensor, of a function that it has allowed, is run in one step here
+(:class:`_Memo`): opcode by opcode, that takes most of the time. The unpickler is private to torch. With a release of
+torch that is not known here, and for unusual files and requests, ``torch.load`` itself loads the file.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import inspect
 import io
 import sys
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,6 +25,7 @@ from fastensor.backends.window import ALIGNMENT
 from fastensor.checkpoint.reading.placement import MapLocation, kind_of_device, place
 from fastensor.checkpoint.reading.reader import PartReader, empty_storage, is_joined, new_array
 from fastensor.stitch.parts import Part
+from fastensor.stitch.plain_call import Memo, NotAsTorchWritesError, PlainCall
 from fastensor.stitch.plain_tensors import release_is_known, skips_values, typed_storage
 from fastensor.stitch.torch_records import TorchArchive
 
@@ -112,11 +115,15 @@ def rebuild(small: Mapping[str, Part], reader: PartReader, storages: Storages) -
         raise NotOrdinaryError("the archive is of another byte order or version")
     begin, program = content[_PICKLE]
     storages.end = begin + len(program)
-    unpickler = private._weights_only_unpickler.Unpickler(io.BytesIO(program), encoding=_ENCODING)
+    file = io.BytesIO(program)
+    unpickler = private._weights_only_unpickler.Unpickler(file, encoding=_ENCODING)
+    unpickler.memo = _Memo(program, file, storages)
     unpickler.persistent_load = storages.load
     private.serialization._serialization_tls.map_location = storages.map_location
     try:
         result = unpickler.load()
+    except NotAsTorchWritesError as error:
+        raise NotOrdinaryError(str(error)) from error
     finally:
         private.serialization._serialization_tls.map_location = None
     private._utils._validate_loaded_sparse_tensors(**_validating())
@@ -143,8 +150,10 @@ class Storages:
         self.map_location = map_location
         self._records = archive.storages
         self._reader = reader
-        self._loaded: dict[str, Any] = {}
-        """The typed storages that have been loaded, by their keys, each with the dtype that was asked for first."""
+        self._loaded: dict[str, tuple[torch.UntypedStorage, torch.dtype]] = {}
+        """The storages that have been loaded, by their keys, each with the dtype that was asked for first."""
+        self._typed: dict[str, Any] = {}
+        """Those of them that torch has got, as objects of that dtype."""
         self.end = 0
         """End of what was read last, in the file: the pickle, and then a storage. 0 before that."""
 
@@ -162,15 +171,23 @@ class Storages:
         if word != "storage" or not isinstance(location, str):
             raise NotOrdinaryError("a persistent id that torch does not write")
         dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+        storage = self.get(key, dtype, location, numel)
+        typed = self._typed.get(key)
+        if typed is None or typed.dtype != dtype:
+            typed = self._typed[key] = typed_storage(storage, dtype)
+        return typed
+
+    def get(self, key: str, dtype: torch.dtype, location: str, numel: int) -> torch.UntypedStorage:
+        """The storage of that key, where it belongs. Raises as :meth:`load`."""
         loaded = self._loaded.get(key)
         if loaded is None:
             placed = place(self._read(key, numel * dtype.itemsize), location, self.map_location)
-            loaded = self._loaded[key] = typed_storage(placed, dtype)
-        elif loaded.dtype != dtype:
-            if loaded._untyped_storage.nbytes():
-                raise NotOrdinaryError(f"storage {key!r} has tensors of several dtypes")
-            return typed_storage(loaded._untyped_storage, dtype)
-        return loaded
+            self._loaded[key] = placed, dtype
+            return placed
+        storage, first = loaded
+        if first != dtype and storage.nbytes():
+            raise NotOrdinaryError(f"storage {key!r} has tensors of several dtypes")
+        return storage
 
     def _read(self, key: str, nbytes: int) -> torch.UntypedStorage:
         record = self._records.get(key)
@@ -187,6 +204,51 @@ class Storages:
             begin = self._reader.data_begin(record)
         self.end = begin + nbytes
         return torch.from_numpy(array).untyped_storage()
+
+
+class _Memo(Memo):
+    """The memo of torch's unpickler. Where torch takes the function that rebuilds plain tensors from it, it gets the
+    tensor instead, and goes on reading behind the call, if that is an ordinary one.
+
+    Args:
+        program: the pickle.
+        file: reads it for torch.
+        storages: of the same archive.
+    """
+
+    def __init__(self, program: bytes, file: io.BytesIO, storages: Storages) -> None:
+        super().__init__(program, _source_of)
+        self._file = file
+        self._storages = storages
+
+    def __getitem__(self, number: int) -> Any:
+        value = super().__getitem__(number)
+        if value is _rebuild_tensor and (call := self.call_at(self._file.tell())):
+            self._file.seek(call.end)
+            return _rebuilt(call, self._storages)
+        return value
+
+
+_rebuild_tensor = torch._utils._rebuild_tensor_v2
+
+
+def _source_of(memo: Memo, numbers: Sequence[int]) -> tuple[torch.dtype, str] | None:
+    """The dtype and the location of a storage. See :class:`Memo`."""
+    word, kind, location, hooks = map(memo.get, numbers)
+    if type(kind) is not torch.serialization.StorageType or type(location) is not str:
+        return None
+    return (kind.dtype, location) if word == "storage" and hooks is OrderedDict else None
+
+
+def _rebuilt(call: PlainCall, storages: Storages) -> torch.Tensor:
+    """A tensor as ``torch._utils._rebuild_tensor_v2`` makes it where there are no fake tensors."""
+    dtype, location = call.source
+    storage = storages.get(call.key, dtype, location, call.numel)
+    tensor = torch.empty((0,), dtype=dtype, device=storage.device)
+    tensor.set_(storage, call.offset, call.shape, call.stride)
+    tensor.requires_grad = call.requires_grad
+    tensor._backward_hooks = OrderedDict()
+    return tensor
 
 
 def _aligned_copy(data: Bytes) -> Bytes:
