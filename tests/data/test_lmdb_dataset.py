@@ -87,6 +87,25 @@ def test_batches_that_were_announced(
         assert dataset.__getitems__(batch) == [values[position] for position in batch]
 
 
+@pytest.mark.parametrize("decode", [None, bytes])
+@pytest.mark.parametrize(("count", "nbytes"), [(3000, 300), (900, 3000), (40, 70_000)])
+@pytest.mark.parametrize("stride", [1, 2, 4, 9])
+def test_strides_are_those_of_py_lmdb(tmp_path: Path, count: int, nbytes: int, stride: int, decode: Any) -> None:
+    """By all processes that take every n-th value, one after the other: streams that are read with their gaps, and
+    streams of which values are read one by one."""
+    chance = random.Random(1)
+    records = {b"%08d" % number: chance.randbytes(nbytes) for number in range(count)}
+    path = make(tmp_path / "db", records.items())
+    dataset = opened(path, engine="willneed", decode=decode, merging=Merging(read_nbytes="128KiB"))
+    with lmdb.open(str(path), readonly=True, lock=False) as environment, environment.begin() as transaction:
+        values = list(transaction.cursor().iternext(keys=False))
+    for rank in range(stride):
+        positions = np.arange(rank, count, stride)
+        batches = np.array_split(positions, 9)
+        found = [sample for batch in ReadAheadSampler(batches) for sample in dataset.__getitems__(batch)]
+        assert found == [values[position] for position in positions]
+
+
 def test_positions_may_change_after_they_were_given(path: Path, values: list[bytes]) -> None:
     dataset = opened(path, engine="willneed")
     selected, announced = np.arange(10, 20), np.array([[1, 2], [3, 4]])
