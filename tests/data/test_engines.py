@@ -143,24 +143,30 @@ def test_willneed_has_the_kernel_read_ahead(tmp_path: Path) -> None:
     os.close(fd)
 
 
-@pytest.mark.parametrize("stride", [1, 4])
-def test_the_kernel_is_not_told_about_what_comes_in_the_order_of_the_file(
-    fd: int, monkeypatch: pytest.MonkeyPatch, stride: int
-) -> None:
-    """The kernel reads ahead of large reads by itself. The engine's reads take gaps along, also from the end of the
-    batch before on."""
-    advised: list[tuple[int, int]] = []
+def seen(monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Offsets and lengths of what is read from now on, and of what the kernel is told about."""
     read: list[tuple[int, int]] = []
+    advised: list[tuple[int, int]] = []
     pread = os.pread
 
     def reads(fd: int, nbytes: int, offset: int) -> bytes:
         read.append((offset, nbytes))
         return pread(fd, nbytes, offset)
 
-    monkeypatch.setattr(posix, "advise", lambda fd, offset, nbytes, advice: advised.append((offset, nbytes)))
     monkeypatch.setattr(os, "pread", reads)
+    monkeypatch.setattr(posix, "will_need", lambda fd, offset, nbytes: advised.append((offset, nbytes)))
+    return read, advised
+
+
+@pytest.mark.parametrize("step", [4096, 7000])
+def test_the_kernel_is_not_told_about_what_comes_in_the_order_of_the_file(
+    fd: int, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """The kernel reads ahead of large reads by itself. The engine's reads take gaps along, also from the end of the
+    batch before on."""
+    read, advised = seen(monkeypatch)
     engine = opened("willneed", fd, Merging())
-    offsets = np.arange(0, 280, stride) * 4096 + 16
+    offsets = np.arange(16, 280 * 4096, step)
     lengths = np.full(len(offsets), 3000)
     for begin, end, count in ((0, 40, 1), (40, 41, 0), (41, len(offsets), 0)):
         some = Extents(offsets[begin:end], lengths[begin:end])
@@ -170,6 +176,47 @@ def test_the_kernel_is_not_told_about_what_comes_in_the_order_of_the_file(
         assert bool(advised) == bool(count)
         read.clear()
         advised.clear()
+
+
+@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize("stride", [3, 8])
+def test_a_stride_is_brought_with_its_gaps_and_read_without(
+    fd: int, monkeypatch: pytest.MonkeyPatch, stride: int, copied: bool
+) -> None:
+    """The disk reads one stream, for all processes that take every n-th value. Each copies its own values only."""
+    read, advised = seen(monkeypatch)
+    offsets = np.arange(0, 290, stride) * 4096 + 16
+    values = opened("willneed", fd, Merging(read_nbytes="256KiB")).fetch(Extents(offsets, np.full(len(offsets), 3000)))
+    taken = values.take(0, len(offsets), copied=copied)
+    assert [*taken] == [DATA[offset : offset + 3000] for offset in offsets.tolist()]
+    assert {type(value) for value in taken} == {bytes if copied else memoryview}
+    assert read == [(offset, 3000) for offset in offsets.tolist()]
+    assert len(advised) == 5
+    told = np.zeros(len(DATA), bool)
+    for offset, nbytes in advised:
+        told[offset : offset + nbytes] = True
+    assert all(told[offset : offset + 3000].all() for offset in offsets.tolist())
+    assert told.mean() > 0.85
+
+
+def test_a_stride_that_is_not_known_ahead_is_read_with_its_gaps(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reads ahead of it."""
+    read, _ = seen(monkeypatch)
+    offsets = np.arange(0, 200, 4) * 4096
+    opened("willneed", fd, Merging()).fetch(Extents(offsets, np.full(len(offsets), 3000))).take(0, len(offsets))
+    assert read == [(0, 196 * 4096 + 3000)]
+
+
+def test_the_file_ends_within_a_stride(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(DATA[: 50 * 4096])
+    fd = os.open(tmp_path / "data", os.O_RDONLY)
+    offsets = np.arange(0, 100, 4) * 4096
+    merging = Merging(read_nbytes="64KiB")
+    values = opened("willneed", fd, merging).fetch(Extents(offsets, np.full(len(offsets), 3000)))
+    assert values.take(0, 12) == [DATA[offset : offset + 3000] for offset in offsets[:12].tolist()]
+    with pytest.raises(posix.EndOfFile, match=f"ends before offset {52 * 4096 + 3000}"):
+        values.take(12, len(offsets))
+    os.close(fd)
 
 
 def test_large_values_in_the_order_of_the_file_are_what_was_read(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:

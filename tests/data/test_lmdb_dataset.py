@@ -87,6 +87,123 @@ def test_batches_that_were_announced(
         assert dataset.__getitems__(batch) == [values[position] for position in batch]
 
 
+@pytest.mark.parametrize("decode", [None, bytes])
+@pytest.mark.parametrize("read_ahead_nbytes", [0, 100_000, 1 << 30])
+@pytest.mark.parametrize("engine", ON_HOST)
+def test_an_iteration_reads_in_batches(
+    path: Path,
+    values: list[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    engine: EngineName,
+    read_ahead_nbytes: int,
+    decode: Any,
+) -> None:
+    dataset = opened(path, engine=engine, decode=decode, read_ahead_nbytes=read_ahead_nbytes)
+    reads: list[int] = []
+    read = ValueReader.read
+
+    def counted(self: ValueReader, positions: Any, **how: Any) -> Any:
+        reads.append(len(positions))
+        return read(self, positions, **how)
+
+    monkeypatch.setattr(ValueReader, "read", counted)
+    assert list(dataset) == values
+    assert sum(reads) == COUNT
+    assert len(set(reads[:-1])) <= 1
+    assert (reads == [1] * COUNT) == (not read_ahead_nbytes)
+    chosen = [5, 7, 299, 7]
+    assert list(dataset.select(chosen)) == [values[position] for position in chosen]
+    assert list(dataset.select([])) == []
+
+
+def test_an_iteration_decodes_what_is_asked_for_and_goes_on_behind_errors(path: Path, values: list[bytes]) -> None:
+    decoded: list[bytes] = []
+
+    def decode(value: Any) -> bytes:
+        decoded.append(bytes(value))
+        if len(decoded) in (2, 4):
+            raise IndexError("broken")
+        return decoded[-1]
+
+    samples = iter(opened(path))
+    assert next(samples) == values[0]
+    dataset: LmdbDataset[bytes] = LmdbDataset(path, decode=decode)
+    samples = iter(dataset)
+    assert next(samples) == values[0]
+    for number in (1, 3):
+        assert decoded == values[:number]
+        with pytest.raises(IndexError, match="broken") as caught:
+            next(samples)
+        assert caught.value.__notes__ == [f"This was sample {number} of {dataset.index.path}"]
+        assert next(samples) == values[number + 1]
+    assert list(samples) == values[5:]
+
+
+@pytest.mark.parametrize("decode", [None, bytes])
+@pytest.mark.parametrize("engine", ["pread", "willneed", "direct"])
+def test_an_iteration_of_a_file_that_is_cut_off(tmp_path: Path, engine: EngineName, decode: Any) -> None:
+    """It gives what is left, and an error for each of the others; and nothing of a file that was written to."""
+    records = some_records(100)
+    dataset = opened(make(tmp_path / "db", records.items()), engine=engine, decode=decode)
+    dataset.index.check_unchanged = lambda: None  # type: ignore[method-assign]
+    nbytes = int(np.median(dataset.index.offsets))
+    os.truncate(dataset.index.path, nbytes)
+    samples, found = iter(dataset), []
+    for _ in range(100):
+        try:
+            found.append(next(samples))
+        except CorruptDatasetError:
+            found.append(None)
+    with pytest.raises(StopIteration):
+        next(samples)
+    ends = (dataset.index.offsets + dataset.index.lengths).tolist()
+    assert found == [
+        value if end <= nbytes or not value else None for value, end in zip(records.values(), ends, strict=True)
+    ]
+    del dataset.index.check_unchanged
+    samples = iter(dataset)
+    for _ in range(2):
+        with pytest.raises((DatasetChangedError, CorruptDatasetError)):
+            next(samples)
+
+
+def test_a_file_that_is_written_to_during_an_iteration(tmp_path: Path) -> None:
+    """Samples that are decoded later may be views of the file."""
+    dataset = opened(make(tmp_path / "db", some_records(20).items()), engine="mapped", decode=bytes)
+    samples = iter(dataset)
+    next(samples)
+    make(tmp_path / "db", [(b"new", b"value")])
+    with pytest.raises(DatasetChangedError):
+        next(samples)
+
+
+def test_an_iteration_gives_what_a_subclass_makes(path: Path, values: list[bytes]) -> None:
+    class Numbered(LmdbDataset[Any]):
+        def __getitem__(self, position: int) -> Any:
+            return position, super().__getitem__(position)
+
+    assert list(Numbered(path)) == list(enumerate(values))
+
+
+@pytest.mark.parametrize("decode", [None, bytes])
+@pytest.mark.parametrize(("count", "nbytes"), [(3000, 300), (900, 3000), (40, 70_000)])
+@pytest.mark.parametrize("stride", [1, 2, 4, 9])
+def test_strides_are_those_of_py_lmdb(tmp_path: Path, count: int, nbytes: int, stride: int, decode: Any) -> None:
+    """By all processes that take every n-th value, one after the other: streams that are read with their gaps, and
+    streams of which values are read one by one."""
+    chance = random.Random(1)
+    records = {b"%08d" % number: chance.randbytes(nbytes) for number in range(count)}
+    path = make(tmp_path / "db", records.items())
+    dataset = opened(path, engine="willneed", decode=decode, merging=Merging(read_nbytes="128KiB"))
+    with lmdb.open(str(path), readonly=True, lock=False) as environment, environment.begin() as transaction:
+        values = list(transaction.cursor().iternext(keys=False))
+    for rank in range(stride):
+        positions = np.arange(rank, count, stride)
+        batches = np.array_split(positions, 9)
+        found = [sample for batch in ReadAheadSampler(batches) for sample in dataset.__getitems__(batch)]
+        assert found == [values[position] for position in positions]
+
+
 def test_positions_may_change_after_they_were_given(path: Path, values: list[bytes]) -> None:
     dataset = opened(path, engine="willneed")
     selected, announced = np.arange(10, 20), np.array([[1, 2], [3, 4]])

@@ -23,7 +23,7 @@ from fastensor.data.reading import READ_AHEAD_NBYTES, ValueReader
 from fastensor.data.samplers import AnnouncedBatch
 from fastensor.data.staggering import Staggering
 from fastensor.data.worker_errors import sendable_errors
-from fastensor.errors import UnknownKeyError
+from fastensor.errors import FastensorError, UnknownKeyError
 from fastensor.files import posix
 from fastensor.files.arguments import as_nbytes, check_function, check_word, checks_keywords
 from fastensor.files.shown import shown
@@ -33,6 +33,8 @@ T = TypeVar("T", covariant=True)
 
 _SAMPLES = 16
 _SAMPLE_NBYTES = 4096
+_TOGETHER_NBYTES = 1 << 20
+"""An iteration reads so many bytes at once. The kernel reads ahead of them."""
 _MOST = 4
 """Largest ratio of the file's values to a dataset's with which the dataset wants most of the file."""
 
@@ -129,8 +131,11 @@ class LmdbDataset(Dataset[T], Generic[T]):
         return len(self.index) if self._positions is None else len(self._positions)
 
     def __iter__(self) -> Iterator[T]:
-        """All samples, in their order. If one raises an error, ``next`` goes on behind it."""
-        return map(self.__getitem__, range(len(self)))  # by itself, Python would take IndexError for the end
+        """All samples, in their order, read in batches of about 1 MiB. Each is decoded when it is asked for. If one
+        raises an error, ``next`` goes on behind it."""
+        if type(self).__getitem__ is not LmdbDataset.__getitem__:
+            return map(self.__getitem__, range(len(self)))  # by itself, Python would take IndexError for the end
+        return _InOrder(self)
 
     def __getitem__(self, position: int) -> T:
         """One sample. Negative positions count from the end.
@@ -149,9 +154,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
         in_index = position % count if self._positions is None else int(self._positions[position])
         with snapshots.naming(self.index.path):
             value = self._opened().read_one(in_index, copied=self.decode is None)
-        sample = self._decoded([value], [position])[0]
-        self.index.check_unchanged()
-        return sample
+        return self._sample(value, position)
 
     def __getitems__(self, positions: Sequence[int] | Positions) -> list[T]:
         """The samples of a batch, in its order. See :meth:`__getitem__`."""
@@ -235,6 +238,22 @@ class LmdbDataset(Dataset[T], Generic[T]):
         other.__dict__.update(self.__getstate__())
         return other
 
+    def _together(self, positions: range) -> Iterator[T]:
+        """Samples that are read at once, and decoded one by one."""
+        try:
+            in_index = self._in_index(np.arange(positions.start, positions.stop))
+            with snapshots.naming(self.index.path):
+                values = self._opened().read(in_index, copied=self.decode is None)
+            self.index.check_unchanged()
+        except (FastensorError, OSError, ValueError):
+            return map(self.__getitem__, positions)  # those that can be read, and an error for each of the others
+        return cast("Iterator[T]", iter(values)) if self.decode is None else map(self._sample, values, positions)
+
+    def _sample(self, value: Value, position: int) -> T:
+        sample = self._decoded([value], [position])[0]
+        self.index.check_unchanged()
+        return sample
+
     def _decoded(self, values: Sequence[Value], positions: Sequence[int] | Positions) -> list[T]:
         if self.decode is None:
             return cast("list[T]", values)
@@ -287,6 +306,31 @@ class LmdbDataset(Dataset[T], Generic[T]):
                 raise self._no_sample(positions[wrong][0])
             positions = np.where(positions < 0, positions + count, positions)
         return positions if self._positions is None else self._positions[positions]
+
+
+class _InOrder(Generic[T]):
+    """All samples of a dataset. No generator: that would end with the first error."""
+
+    def __init__(self, dataset: LmdbDataset[T]) -> None:
+        self._dataset = dataset
+        self._count = len(dataset)
+        nbytes = min(_TOGETHER_NBYTES, dataset.read_ahead_nbytes)
+        self._size = max(int(nbytes / max(dataset.mean_nbytes, 1)), 1)
+        self._end = 0
+        self._batch: Iterator[T] = iter(())
+        """The samples before number ``_end`` that were not given yet."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        while True:
+            for sample in self._batch:
+                return sample
+            if self._end == self._count:
+                raise StopIteration
+            end = min(self._end + self._size, self._count)
+            self._batch, self._end = self._dataset._together(range(self._end, end)), end
 
 
 def _integers(positions: Sequence[int] | Positions) -> Positions:

@@ -120,6 +120,8 @@ class ReadsFetch:
         self._reads = reads
         self._untaken: list[int] = np.bincount(reads.read_of).tolist()
         """Number of values of each read that have not been taken."""
+        self._is_value = len(reads) == len(extents) and np.array_equal(reads.lengths, extents.lengths)
+        """True if each value is what a read of its own brings."""
         self._nbytes_until = np.cumsum(reads.lengths)
         self._begin = begin
         self._finish = finish
@@ -140,6 +142,10 @@ class ReadsFetch:
         return values
 
     def _cut(self, read_of: Integers, begins: Integers, lengths: Integers, *, copied: bool) -> list[Value]:
+        if self._is_value:
+            finish = self._finish
+            found = [finish(read) for read in read_of.tolist()]
+            return copies_of(found) if copied else [memoryview(one) if isinstance(one, bytes) else one for one in found]
         if copied and len(read_of) >= _MANY:
             cuts = [0, *(np.flatnonzero(read_of[1:] != read_of[:-1]) + 1).tolist(), len(read_of)]
             if (len(cuts) - 1) * _MANY <= len(read_of):
