@@ -2,7 +2,8 @@
 
 1. ``torch.save`` pickles the object through a pickle module of ours. That records the pickle's bytes, and which storage
    has which key. Recording tensors instead would give wrong values without an error: a DTensor adds a storage that is
-   not in the file, and raw storages go unseen. Then torch is stopped.
+   not in the file, and raw storages go unseen. Then torch is stopped. With a release of torch that is known here, and
+   Python's own pickler, a pickler of ours does the same without torch.
 2. The records are laid out as torch's writer does (:mod:`fastensor.stitch.torch_layout`). Which small records torch
    writes beside the storages is seen in a small file that torch writes, once per process and alignment. If our layout
    gives another file for the same contents, torch has changed, and no file is planned.
