@@ -20,6 +20,7 @@ from fastensor.backends.registry import available_names
 from fastensor.checkpoint.reading import checked_file, storages
 from fastensor.files import posix
 from fastensor.stitch import plain_tensors
+from fastensor.testing.calls import Call, intercepted
 
 SIZES = [0, 1, 3, 64, 1000, 16 << 10, (16 << 10) + 1, 300_000]
 """In elements; some records are read with their neighbours, some by themselves."""
@@ -62,6 +63,37 @@ def test_what_comes_back_is_what_torch_brings(path: Path, backend: str) -> None:
     found, expected = fastensor.load(path, backend=backend), torch.load(path)
     states.assert_equal(found, expected)
     assert states.pattern(states.storages_of(found)) == states.pattern(states.storages_of(expected))
+
+
+@pytest.mark.usefixtures("not_with_torch")
+@pytest.mark.parametrize("save", [torch.save, fastensor.save])
+def test_a_small_file_is_read_at_once_when_its_directory_was_read(tmp_path: Path, save: Any) -> None:
+    expected = {f"t{i}": torch.randn(1024) for i in range(16)}
+    save(expected, tmp_path / "x.pt")
+    reads: list[int] = []
+
+    def note(call: Call) -> Any:
+        if call.name == "preadv":
+            reads.append(call.arguments[2])
+        return call.perform()
+
+    with intercepted(note):
+        states.assert_equal(fastensor.load(tmp_path / "x.pt"), expected)
+    assert len(reads) == 3  # its kind, its directory, and all of it
+    assert reads[-1] == 0
+
+
+@pytest.mark.parametrize("name", ["data.pkl", "byteorder", "data/3", "version", ".data/serialization_id"])
+def test_every_record_of_a_small_file_is_compared(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "x.pt"
+    fastensor.save({f"t{i}": torch.randn(1024) for i in range(16)}, path)
+    with zipfile.ZipFile(path) as archive:
+        record = archive.read(f"archive/{name}")
+    sound = path.read_bytes()
+    at = sound.index(record, sound.index(f"archive/{name}".encode()))
+    path.write_bytes(sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :])
+    with pytest.raises(CorruptCheckpointError, match="has CRC32"):
+        fastensor.load(path)
 
 
 @pytest.mark.usefixtures("not_with_torch")

@@ -132,6 +132,33 @@ def test_odd_names(tmp_path: Path) -> None:
         assert torch.equal(fastensor.load(tmp_path / name)["w"], STATE["w"])
 
 
+def test_a_name_that_is_taken_is_not_asked_for(tmp_path: Path) -> None:
+    fastensor.save(STATE, tmp_path / "x")
+    names: list[str] = []
+
+    def note(call: Call) -> Any:
+        names.append(call.name)
+        return call.perform()
+
+    with intercepted(note):
+        fastensor.save(STATE, tmp_path / "x")
+    assert names.count("link") == 1
+
+
+def test_a_file_that_is_removed_while_it_is_replaced_is_there_again(tmp_path: Path) -> None:
+    fastensor.save(STATE, tmp_path / "x")
+    publish = atomic.NewFile.publish
+
+    def remove_and_publish(new: atomic.NewFile, *, durable: bool) -> None:
+        (tmp_path / "x").unlink()
+        publish(new, durable=durable)
+
+    with mock.patch.object(atomic.NewFile, "publish", remove_and_publish):
+        fastensor.save(STATE, tmp_path / "x")
+    assert torch.equal(torch.load(tmp_path / "x")["w"], STATE["w"])
+    assert os.listdir(tmp_path) == ["x"]
+
+
 def test_the_old_file_stays_readable_while_it_is_replaced(tmp_path: Path) -> None:
     fastensor.save({"w": 1}, tmp_path / "x")
     with (tmp_path / "x").open("rb") as old:

@@ -12,6 +12,7 @@ import weakref
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -213,6 +214,26 @@ def test_an_unknown_torch_that_names_storages_otherwise_is_noticed(monkeypatch: 
         plan(STATE)
 
 
+def test_a_known_torch_need_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = plan(STATE)
+    monkeypatch.setattr(torch_zip, "_save", mock.Mock(side_effect=AssertionError("was called")))
+    assert plan(STATE).recording.data == expected.recording.data
+
+
+class OwnPickler(pickle.Pickler):
+    """A user's."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (str, ("by the user",)) if isinstance(obj, complex) else NotImplemented
+
+
+def test_a_pickle_module_of_the_users_is_run_by_torch() -> None:
+    module = SimpleNamespace(__name__="users", Pickler=OwnPickler)
+    planned = torch_zip.plan([1j, torch.ones(3)], pickle_module=module, pickle_protocol=2)
+    assert b"by the user" in planned.recording.data
+    assert len(planned.storages) == 1
+
+
 def test_what_others_make_of_tensors_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(copyreg.dispatch_table, torch.Tensor, lambda tensor: (str, ("reduced",)))
     assert b"reduced" in plan([torch.ones(3)]).recording.data
@@ -255,7 +276,8 @@ def test_planning_keeps_nothing_alive() -> None:
         gc.enable()
 
 
-def test_a_torch_that_pickles_otherwise_is_noticed() -> None:
+def test_a_torch_that_pickles_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_zip, "torch_is_known", lambda: False)
     with mock.patch.object(torch_zip, "_save"), pytest.raises(LayoutError, match="did not pickle"):
         plan(STATE)
 

@@ -65,10 +65,15 @@ class Copier:
 
     def __init__(self, storages: Sequence[torch.UntypedStorage | FileBytes]) -> None:
         self._storages = storages
-        self._addresses = [_address(storage) for storage in storages]
         self._sources: dict[int, torch.Tensor] = {}
         """Storages of devices as tensors of bytes, by their numbers."""
         devices = {storage.device for storage in storages if isinstance(storage, torch.UntypedStorage)}
+        hosts = {device for device in devices if device.type == "cpu" and not streams.are_on(device)}
+        self._addresses = [
+            storage.data_ptr() if isinstance(storage, torch.UntypedStorage) and storage.device in hosts else 0
+            for storage in storages
+        ]
+        """Addresses of the storages in host memory; 0 for those that are elsewhere."""
         self._copies = Copies(devices, "save").follow_current()
         self.device = self._copies.device
         """A device that copies come from, for which buffers are to be pinned."""
@@ -164,10 +169,3 @@ class Checksums:
             if start < stop:
                 target = at + start - begin
                 window[target : target + stop - start] = crc32[start - position : stop - position]
-
-
-def _address(storage: torch.UntypedStorage | FileBytes) -> int:
-    """Address of a storage in host memory; 0 if the storage is elsewhere."""
-    if not isinstance(storage, torch.UntypedStorage) or streams.are_on(storage.device):
-        return 0
-    return storage.data_ptr() if storage.device.type == "cpu" else 0

@@ -22,7 +22,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Self
 
 from fastensor.files import posix
@@ -49,6 +49,9 @@ class NewFile:
     Raises:
         OSError: the directory does not let files be created.
     """
+
+    replaces = False
+    """True if a file was at the path when this one was made, so that the name is likely to be taken."""
 
     def __init__(self, path: str, *, mode: int = 0o666, hidden: bool = False) -> None:
         self.path = path
@@ -96,7 +99,7 @@ class NewFile:
 
     def _take_name(self) -> None:
         if not self._names:
-            if self._link(self.path):
+            if not self.replaces and self._link(self.path):
                 return
             self._link_hidden()
         if not leads_to(self._names[-1], self.fd):
@@ -256,6 +259,7 @@ def leads_to(name: str, fd: int) -> bool:
         return False
 
 
+@lru_cache(maxsize=64)
 def _stem(path: str) -> str:
     """The beginning of all hidden names for a target: short, so that no filesystem's limit on names is met."""
     directory, name = os.path.split(path)

@@ -30,8 +30,8 @@ def overlapping(areas: Mapping[str, Area]) -> list[list[str]]:
     for name, area in sorted(areas.items(), key=lambda item: item[1]):
         if area.within == reached.within and area.begin < reached.end:
             groups[-1].append(name)
+            reached = reached._replace(end=max(reached.end, area.end))
         else:
             groups.append([name])
             reached = area
-        reached = reached._replace(end=max(reached.end, area.end))
     return [names for names in groups if len(names) > 1]

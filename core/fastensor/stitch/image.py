@@ -81,24 +81,25 @@ class Image:
     """
 
     __slots__ = ("_offsets", "nbytes", "segments")
+    _offsets: Sequence[int]
+    """Where each segment begins, and where the last one ends."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         _check_tiling(segments)
         self.segments = segments
-        self._offsets = [segment.offset for segment in segments]
         self.nbytes = segments[-1].offset + segments[-1].nbytes if segments else 0
+        self._offsets = [*(segment.offset for segment in segments), self.nbytes]
 
     @classmethod
-    def tiled(cls, segments: Sequence[Segment], offsets: list[int], nbytes: int) -> Image:
+    def tiled(cls, segments: Sequence[Segment], offsets: Sequence[int]) -> Image:
         """An image of segments that are known to tile the file. This is not checked.
 
         Args:
             segments: as for the constructor.
-            offsets: where each segment begins.
-            nbytes: size of the file.
+            offsets: where each segment begins, and where the last one ends.
         """
-        image = cls(())
-        image.segments, image._offsets, image.nbytes = segments, offsets, nbytes
+        image = cls.__new__(cls)
+        image.segments, image._offsets, image.nbytes = segments, offsets, offsets[-1]
         return image
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
@@ -108,19 +109,18 @@ class Image:
         >>> [(type(p.segment).__name__, p.begin, p.nbytes, p.position) for p in image.pieces(2, 8)]
         [('Header', 2, 2, 0), ('Payload', 0, 4, 2)]
         """
-        first = max(bisect_right(self._offsets, begin) - 1, 0)
-        for number in range(first, len(self.segments)):
-            segment = self.segments[number]
-            offset, nbytes = segment.offset, segment.nbytes
+        offsets = self._offsets
+        for number in range(max(bisect_right(offsets, begin) - 1, 0), len(offsets) - 1):
+            offset, stop = offsets[number], offsets[number + 1]
             if offset >= end:
                 return
-            if begin >= offset + nbytes or begin >= end:
+            if begin >= stop or begin >= end:
                 continue
-            if begin <= offset and offset + nbytes <= end:
-                yield Piece(segment, 0, nbytes, offset - begin)
+            if begin <= offset and stop <= end:
+                yield Piece(self.segments[number], 0, stop - offset, offset - begin)
             else:
                 start = max(begin, offset)
-                yield Piece(segment, start - offset, min(end, offset + nbytes) - start, start - begin)
+                yield Piece(self.segments[number], start - offset, min(end, stop) - start, start - begin)
 
 
 def _check_tiling(segments: Sequence[Segment]) -> None:

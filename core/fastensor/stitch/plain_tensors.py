@@ -30,7 +30,8 @@ _PLAIN_DTYPES = frozenset({
 })  # fmt: skip
 """Dtypes that have a class of storages, by which torch names them in a pickle."""
 _TYPED = torch.storage.TypedStorage
-_PLAIN_DEVICES = frozenset({"cpu", "cuda"})
+_HOST = torch.device("cpu")
+"""Compared with, since the type of a device takes ten times as long to ask for."""
 
 
 def release_is_known() -> bool:
@@ -69,7 +70,7 @@ def reduce_plain(obj: Any) -> Any:
         type(obj) is not torch.Tensor
         or obj.dtype not in _PLAIN_DTYPES
         or obj.layout is not torch.strided
-        or obj.device.type not in _PLAIN_DEVICES
+        or not (obj.is_cpu or obj.is_cuda)
         or obj.is_nested
         or (_has_names is not None and _has_names(obj))
         or obj.__dict__
@@ -137,8 +138,8 @@ class StorageIds:
             kind, numel = getattr(torch, type(obj).__name__), obj.nbytes()
         else:
             return None
-        device = storage.device.type
-        if device != "meta" and (address := storage.data_ptr()):
+        on_host = storage.device == _HOST
+        if (on_host or storage.device.type != "meta") and (address := storage.data_ptr()):
             seen_as = dtype or torch.uint8
             if self._dtypes_at.setdefault(address, seen_as) != seen_as:
                 raise RuntimeError(
@@ -149,7 +150,7 @@ class StorageIds:
             key = self._keys[storage._cdata] = str(len(self._keys))
             self.storages.append(storage)
             self.dtypes.append(dtype)
-        location = self._host_location if device == "cpu" else None
+        location = self._host_location if on_host else None
         return "storage", kind, key, location or torch.serialization.location_tag(storage), numel
 
 

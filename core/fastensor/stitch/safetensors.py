@@ -167,7 +167,7 @@ def _reason_to_refuse(name: object, tensor: object) -> str:
         return "it is not dense; store .to_dense(), or its parts, or save a .ckpt"
     if tensor.is_quantized or tensor.dtype not in _TO_FILE:
         return f"the format has no {tensor.dtype}; convert it (complex128: torch.view_as_real), or save a .ckpt"
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         return "it is on the meta device and has no values"
     if _TO_FILE[tensor.dtype] == "F4" and not tensor.dim():
         return "the format has no single packed pair of 4-bit floats; store .reshape(1)"

@@ -176,7 +176,7 @@ class _ShardBuilder:
     def plan(self) -> ShardPlan:
         """The plan of the whole file."""
         self._flush()
-        image = Image.tiled(tuple(self._segments), self._offsets, self._end)
+        image = Image.tiled(tuple(self._segments), [*self._offsets, self._end])
         return ShardPlan(image, tuple(self._storages), tuple(self._items), tensors=tuple(self._tensors))
 
 

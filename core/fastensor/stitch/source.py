@@ -82,7 +82,8 @@ class Plan:
 
     @property
     def device(self) -> str:
-        kinds = {storage.device.type for storage in self.storages if isinstance(storage, torch.UntypedStorage)}
+        devices = {storage.device for storage in self.storages if isinstance(storage, torch.UntypedStorage)}
+        kinds = {device.type for device in devices}
         return next(iter(sorted(kinds - {"cpu"})), "cpu")
 
     @property

@@ -208,7 +208,7 @@ class _Segments(Sequence[Segment]):
 
     def image(self) -> Image:
         """The image of these segments."""
-        return Image.tiled(self, self._offsets[:-1], self._offsets[-1])
+        return Image.tiled(self, self._offsets)
 
     def without_headers(self) -> _Segments:
         """The same segments, without the bytes of headers."""
@@ -231,15 +231,11 @@ class _Segments(Sequence[Segment]):
         nbytes = self._offsets[number + 1] - offset
         if isinstance(contents, int):
             return Payload(offset, nbytes, contents)
-        blanks = self._blanks_at(number)
+        before = self._contents[number - 1] if number else b""
+        blanks: tuple[Blank, ...] = ((DESCRIPTOR_CRC_OFFSET, before),) if isinstance(before, int) else ()
         if number == len(self._contents) - 1:
             blanks = (*blanks, *self._of_last)
         return Header(offset, contents, blanks, 0 if contents else nbytes)
-
-    def _blanks_at(self, number: int) -> tuple[Blank, ...]:
-        """The blank for the storage in front of a segment."""
-        before = self._contents[number - 1] if number else b""
-        return () if isinstance(before, bytes) else ((DESCRIPTOR_CRC_OFFSET, before),)
 
 
 def _local_header(name: bytes, nbytes: int, offset: int, alignment: int, *, wide: bool) -> bytes:

@@ -2,7 +2,8 @@
 
 1. ``torch.save`` pickles the object through a pickle module of ours. That records the pickle's bytes, and which storage
    has which key. Recording tensors instead would give wrong values without an error: a DTensor adds a storage that is
-   not in the file, and raw storages go unseen. Then torch is stopped.
+   not in the file, and raw storages go unseen. Then torch is stopped. With a release of torch that is known here, and
+   Python's own pickler, a pickler of ours does the same without torch.
 2. The records are laid out as torch's writer does (:mod:`fastensor.stitch.torch_layout`). Which small records torch
    writes beside the storages is seen in a small file that torch writes, once per process and alignment. If our layout
    gives another file for the same contents, torch has changed, and no file is planned.
@@ -34,6 +35,7 @@ from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Image, Payload
 from fastensor.stitch.parts import LOCAL_HEADER
 from fastensor.stitch.plain_tensors import (
     NO_VALUES,
+    StorageId,
     StorageIds,
     reduce_plain,
     skips_values,
@@ -56,11 +58,11 @@ _SAMPLE_SIZES = (3, 0, 70)
 _NEVER_STORAGES = frozenset(
     {
         str, int, float, bool, bytes, type(None), tuple, list, dict, OrderedDict, type, FunctionType,
-        BuiltinFunctionType, torch.Tensor, type(torch.FloatStorage),
+        BuiltinFunctionType, type(torch.FloatStorage),
     }
 )  # fmt: skip
-"""Types of nineteen in twenty objects of a state dict, none of them a storage. Asking torch about a thousand objects
-takes a millisecond."""
+"""Types of nine in ten objects of a state dict, none of them a storage or a tensor. Asking torch about a thousand
+objects takes a millisecond."""
 
 _lock = lock_of(sys.modules[__name__])
 """Held while torch's saving options are changed: before torch 2.13 they are shared by all threads."""
@@ -129,11 +131,11 @@ def plan(obj: object, *, pickle_module: Any, pickle_protocol: int) -> TorchZip:
     """
     if skips_values():
         raise LayoutError(NO_VALUES)
-    recording = _Recorder(pickle_module).record(obj, pickle_protocol)
+    recording = _record(obj, pickle_module, pickle_protocol)
     sizes = [storage.nbytes() for storage in recording.storages]
-    for storage, nbytes in zip(recording.storages, sizes, strict=True):
-        if nbytes and storage.device.type == "meta":
-            raise LayoutError("the object holds a storage on the meta device, which has no bytes to save")
+    devices = {storage.device for storage, nbytes in zip(recording.storages, sizes, strict=True) if nbytes}
+    if any(device.type == "meta" for device in devices):
+        raise LayoutError("the object holds a storage on the meta device, which has no bytes to save")
     alignment = choose_alignment(sizes)
     image = small_records_of_torch(alignment).lay_out(recording.data, sizes, alignment)
     return TorchZip(image, recording.storages, recording, alignment, tensors=recording.tensors)
@@ -152,7 +154,7 @@ def pickle_of(obj: object, pickle_protocol: int) -> bytes:
     Raises:
         LayoutError: torch wrote something that this module does not understand.
     """
-    return _Recorder(pickle).record(obj, pickle_protocol).data
+    return _record(obj, pickle, pickle_protocol).data
 
 
 def choose_alignment(storage_nbytes: Sequence[int]) -> int:
@@ -277,6 +279,50 @@ def _saving_options(alignment: int) -> Iterator[None]:
         yield
 
 
+def _record(obj: object, pickle_module: Any, pickle_protocol: int) -> Recording:
+    """Pickle an object as ``torch.save`` does.
+
+    A release of torch that is known here need not run for that, which takes as long as to pickle a dozen tensors.
+    """
+    if not torch_is_known() or getattr(pickle_module, "Pickler", None) is not _PlainPickler.__base__:
+        return _Recorder(pickle_module).record(obj, pickle_protocol)
+    seen = _Seen()
+    file = io.BytesIO()
+    _PlainPickler(file, pickle_protocol, seen).dump(obj)
+    return seen.recording(file.getvalue())
+
+
+class _Seen:
+    """The storages and tensors that a pickler has met."""
+
+    def __init__(self) -> None:
+        self._ids = StorageIds()
+        self._tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, obj: Any) -> StorageId | None:
+        """The persistent id of an object that the pickler meets."""
+        kind = type(obj)
+        if kind in _NEVER_STORAGES:
+            return None
+        pid = None if kind is torch.Tensor else self._ids.of(obj)
+        if pid is None and issubclass(kind, torch.Tensor):
+            self._tensors.append(obj)
+        return pid
+
+    def recording(self, data: bytes) -> Recording:
+        return Recording(data, tuple(self._ids.storages), tuple(self._ids.dtypes), tuple(self._tensors))
+
+
+class _PlainPickler(pickle.Pickler):
+    """Writes what torch's own pickler writes, for a release of torch that is known here."""
+
+    reducer_override = staticmethod(reduce_plain)
+
+    def __init__(self, file: io.BytesIO, protocol: int, seen: _Seen) -> None:
+        super().__init__(file, protocol)
+        self.persistent_id = seen.persistent_id  # type: ignore[method-assign]  # one call in place of two
+
+
 class _Pickled(Exception):
     """Ends ``torch.save`` when it has pickled, before it writes."""
 
@@ -293,10 +339,8 @@ class _Recorder:
     def __init__(self, pickle_module: Any) -> None:
         self._module = pickle_module
         self._data: bytes | None = None
-        self._ids = StorageIds()
-        self._tensors: list[torch.Tensor] = []
+        self._seen = _Seen()
         recorder = self
-        is_known = torch_is_known()
 
         class RecordingPickler(pickle_module.Pickler):  # type: ignore[misc]  # its base is known at run time only
             def __init__(self, file: io.BytesIO, *args: Any, **kwargs: Any) -> None:
@@ -308,14 +352,8 @@ class _Recorder:
                 by_torch = cls.persistent_id
 
                 def persistent_id(self: Any, obj: Any) -> Any:
-                    if type(obj) in _NEVER_STORAGES:
-                        if type(obj) is torch.Tensor:
-                            recorder._tensors.append(obj)
-                        return None
-                    pid = recorder._ids.of(obj)
-                    if pid is None and issubclass(type(obj), torch.Tensor):
-                        recorder._tensors.append(obj)
-                    if not is_known and pid != (of_torch := by_torch(self, obj)):
+                    pid = recorder._seen.persistent_id(obj)
+                    if type(obj) not in _NEVER_STORAGES and pid != (of_torch := by_torch(self, obj)):
                         raise LayoutError(f"torch {torch.__version__} names a storage {of_torch}, expected {pid}")
                     return pid
 
@@ -329,8 +367,6 @@ class _Recorder:
                 recorder._data = self._fastensor_file.getvalue()
                 raise _Pickled
 
-        if is_known and pickle_module is pickle:
-            RecordingPickler.reducer_override = staticmethod(reduce_plain)
         self.Pickler = RecordingPickler
 
     def __getattr__(self, name: str) -> Any:
@@ -343,10 +379,9 @@ class _Recorder:
                 _save(obj, io.BytesIO(), pickle_module=self, pickle_protocol=pickle_protocol)
             if self._data is None:
                 raise LayoutError("torch.save did not pickle through the pickle module that it was given")
-            storages, dtypes = tuple(self._ids.storages), tuple(self._ids.dtypes)
-            return Recording(self._data, storages, dtypes, tuple(self._tensors))
+            return self._seen.recording(self._data)
         finally:
-            self._data, self._ids, self._tensors = None, StorageIds(), []
+            self._data, self._seen = None, _Seen()
 
 
 def _no_more(self: Any, obj: Any) -> None:

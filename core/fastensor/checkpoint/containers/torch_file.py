@@ -32,8 +32,8 @@ from fastensor.checkpoint.reading.storages import (
     NotOrdinaryError,
     Storages,
     are_wanted,
+    in_reading_order,
     is_known,
-    read_first,
     rebuild,
     small_records,
 )
@@ -186,8 +186,7 @@ def _load_archive(file: OpenedFile, archive: TorchArchive, request: LoadRequest,
 
 def _load_together(file: OpenedFile, archive: TorchArchive, request: LoadRequest) -> Loaded:
     """Let torch's restricted unpickler rebuild the object from storages that are read together."""
-    small = small_records(archive)
-    parts = read_first(small) + archive.wanted()
+    small, parts = in_reading_order(small_records(archive), archive.wanted())
     with without_collection(len(parts)), open_reader(file, parts, request, keep=True) as reader:
         storages = Storages(archive, reader, request.map_location)
         try:

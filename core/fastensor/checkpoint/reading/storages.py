@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from fastensor.backends.memory import Bytes
-from fastensor.backends.window import ALIGNMENT
+from fastensor.backends.window import ALIGNMENT, WINDOW_NBYTES
 from fastensor.checkpoint.reading.placement import MapLocation, kind_of_device, place
-from fastensor.checkpoint.reading.reader import PartReader, empty_storage, is_joined, new_array
+from fastensor.checkpoint.reading.reader import PartReader, empty_storage, extents_of, is_joined, new_array
 from fastensor.stitch.parts import Part
 from fastensor.stitch.plain_call import Memo, NotAsTorchWritesError, PlainCall
 from fastensor.stitch.plain_tensors import release_is_known, skips_values, typed_storage
@@ -36,8 +36,8 @@ _NEEDED = ("version", "byteorder")
 _OTHERS = (".data/serialization_id", ".format_version", ".storage_alignment")
 """Records that torch writes beside the storages, and reads before them."""
 _BEHIND = ("version", ".data/serialization_id")
-"""Records behind the storages. They are read first, so that the pickle and the records behind it are read together with
-the storages that follow."""
+"""Records behind the storages. Unless all of the file is read at once, they are read first, so that the pickle and the
+records behind it are read together with the storages that follow."""
 _VERSIONS = (b"1", b"2", b"3", b"4", b"5", b"6", b"7", b"8", b"9", b"10")
 """Versions of archives that every release of torch that is known here reads."""
 
@@ -89,16 +89,22 @@ def small_records(archive: TorchArchive) -> Mapping[str, Part]:
     return found
 
 
-def read_first(small: Mapping[str, Part]) -> list[Part]:
-    """The records that :func:`rebuild` reads right before the storages, of which most stand in front of these."""
-    return [part for name, part in small.items() if name not in _BEHIND]
+def in_reading_order(small: Mapping[str, Part], storages: Sequence[Part]) -> tuple[Mapping[str, Part], list[Part]]:
+    """The records of :func:`small_records` in the order in which :func:`rebuild` is to read them; and all that is read
+    then, in order, as far as it is read together."""
+    behind = {name: small[name] for name in _BEHIND if name in small}
+    before = {name: part for name, part in small.items() if name not in behind}
+    everything = [*before.values(), *storages, *behind.values()]
+    if everything[-1].end - everything[0].begin <= WINDOW_NBYTES and len(extents_of(everything)) == 1:
+        return {**before, **behind}, everything
+    return {**behind, **before}, [*before.values(), *storages]
 
 
 def rebuild(small: Mapping[str, Part], reader: PartReader, storages: Storages) -> Any:
     """The object in an archive, as ``torch.load(..., weights_only=True)`` gives it.
 
     Args:
-        small: the records of :func:`small_records`.
+        small: the records of :func:`small_records`, in the order of :func:`in_reading_order`.
         reader: reads the same file.
         storages: the storages of the same file.
 
@@ -109,8 +115,7 @@ def rebuild(small: Mapping[str, Part], reader: PartReader, storages: Storages) -
         Exception: any exception that ``torch.load`` would raise.
     """
     private: Any = torch
-    content = {name: reader.read_bytes(small[name]) for name in _BEHIND if name in small}
-    content |= {name: reader.read_bytes(part) for name, part in small.items() if name not in _BEHIND}
+    content = {name: reader.read_bytes(part) for name, part in small.items()}
     if content["byteorder"][1] != sys.byteorder.encode() or content["version"][1].strip() not in _VERSIONS:
         raise NotOrdinaryError("the archive is of another byte order or version")
     begin, program = content[_PICKLE]

@@ -153,7 +153,7 @@ def _try_to_replace(target: Target, previous: os.stat_result, *, hidden: bool) -
         return None, f"its directory lets no files be created ({error.strerror})"
     try:
         _copy_rights(new.fd, target.path, previous)
-        new.replaced_nbytes = previous.st_size
+        new.replaces, new.replaced_nbytes = True, previous.st_size
     except BaseException as error:
         new.close()
         if not isinstance(error, OSError) or error.errno not in _NOT_POSSIBLE:
