@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,19 @@ def table(rows: list[Row], machine: dict[str, str], verdicts: list[dict[str, Any
 
 
 def spread(row: Row | None) -> str:
-    return f"{row['seconds']:#.3g} ({row['seconds_min']:#.3g}–{row['seconds_max']:#.3g})" if row else "–"
+    if row is None:
+        return "–"
+    median, least, most = (_three_digits(row[key]) for key in ("seconds", "seconds_min", "seconds_max"))
+    return f"{median} ({least}–{most})"
+
+
+def _three_digits(value: float) -> str:
+    """A positive number with three digits, and without an exponent.
+
+    >>> _three_digits(0.0012345), _three_digits(4), _three_digits(1234.5)
+    ('0.00123', '4.00', '1234')
+    """
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 
 def _effort(row: Row | None) -> str:

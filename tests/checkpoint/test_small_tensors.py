@@ -20,6 +20,7 @@ from fastensor.backends.registry import available_names
 from fastensor.checkpoint.reading import checked_file, storages
 from fastensor.files import posix
 from fastensor.stitch import plain_tensors
+from fastensor.stitch.plain_call import Memo
 from fastensor.testing.calls import Call, intercepted
 
 SIZES = [0, 1, 3, 64, 1000, 16 << 10, (16 << 10) + 1, 300_000]
@@ -304,8 +305,15 @@ UNUSUAL_MEMOS = {
 
 
 @pytest.mark.parametrize("edit", UNUSUAL_MEMOS.values(), ids=UNUSUAL_MEMOS)
-def test_unusual_memos_mean_what_they_mean_to_torch(tmp_path: Path, edit: Callable[[bytes], bytes]) -> None:
+def test_unusual_memos_mean_what_they_mean_to_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Callable[[bytes], bytes]
+) -> None:
     torch.save({"a": torch.ones(2), "b": torch.zeros(3), "c": torch.ones(4)}, path := tmp_path / "x.pt")
+    found: list[Any] = []
+    call_at = Memo.call_at
+    monkeypatch.setattr(Memo, "call_at", lambda *arguments: found.append(call_at(*arguments)) or found[-1])
+    fastensor.load(path, verify=False)
+    assert [call.key_number for call in found] == [0xF, 0x17], "the numbers of UNUSUAL_MEMOS are those of this file"
     rewritten(path, edit)
     try:
         expected = torch.load(path)

@@ -192,6 +192,19 @@ def test_what_services_that_did_not_start_were_to_serve_is_dropped(
     wait_until(lambda: kept_by_ray() <= kept_before)
 
 
+def test_what_a_service_that_never_starts_was_to_serve_is_dropped(
+    ray: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise RayError("no room")
+
+    monkeypatch.setattr(names, "actor", refuse)
+    kept_before = kept_by_ray()
+    with pytest.raises(ProvisionError, match="no room"):
+        RayEngine("never", address="none", spec=(Facts(N, "x", 0, workers=1), b"contents"), seconds=0.2)
+    assert kept_by_ray() <= kept_before
+
+
 def kept_by_ray() -> set[bytes]:
     return set(internal_kv._internal_kv_list("", namespace=names.NAMESPACE))
 

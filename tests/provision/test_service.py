@@ -563,8 +563,9 @@ def test_a_ring_that_cannot_be_mapped(shared: DataService, monkeypatch: pytest.M
             with pytest.raises(EngineLost, match="no room"):
                 engine.register(Registration())
         gc.collect()
+        opened = Counter(open_files()) - open_before
         engine.close()
-        return Counter(open_files()) - open_before
+        return opened
 
     # Only in a process of its own does nothing else open or close a file: here, threads of earlier tests may.
     assert in_forked_child(child) == Counter()

@@ -272,6 +272,16 @@ def test_planning_keeps_nothing_alive() -> None:
             del storage
             assert alive() is None
             plan(large)
+            storage = torch.arange(100).untyped_storage()
+            alive = weakref.ref(storage)
+            with pytest.raises((pickle.PicklingError, AttributeError)):
+                torch_zip.plan(
+                    {"w": storage, "x": lambda: 1},
+                    pickle_module=SimpleNamespace(__name__="users", Pickler=OwnPickler),
+                    pickle_protocol=2,
+                )
+            del storage
+            assert alive() is None
     finally:
         gc.enable()
 

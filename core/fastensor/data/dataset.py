@@ -23,7 +23,7 @@ from fastensor.data.reading import READ_AHEAD_NBYTES, ValueReader
 from fastensor.data.samplers import AnnouncedBatch
 from fastensor.data.staggering import Staggering
 from fastensor.data.worker_errors import sendable_errors
-from fastensor.errors import FastensorError, UnknownKeyError
+from fastensor.errors import UnknownKeyError
 from fastensor.files import posix
 from fastensor.files.arguments import as_nbytes, check_function, check_word, checks_keywords
 from fastensor.files.shown import shown
@@ -131,7 +131,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
         return len(self.index) if self._positions is None else len(self._positions)
 
     def __iter__(self) -> Iterator[T]:
-        """All samples, in their order, read in batches of about 1 MiB. Each is decoded when it is asked for. If one
+        """All samples, in their order, read in batches of 1 MiB at most. Each is decoded when it is asked for. If one
         raises an error, ``next`` goes on behind it."""
         if type(self).__getitem__ is not LmdbDataset.__getitem__:
             return map(self.__getitem__, range(len(self)))  # by itself, Python would take IndexError for the end
@@ -245,7 +245,7 @@ class LmdbDataset(Dataset[T], Generic[T]):
             with snapshots.naming(self.index.path):
                 values = self._opened().read(in_index, copied=self.decode is None)
             self.index.check_unchanged()
-        except (FastensorError, OSError, ValueError):
+        except Exception:  # noqa: BLE001  # whatever it is, the samples that have it raise it again
             return map(self.__getitem__, positions)  # those that can be read, and an error for each of the others
         return cast("Iterator[T]", iter(values)) if self.decode is None else map(self._sample, values, positions)
 
@@ -314,8 +314,9 @@ class _InOrder(Generic[T]):
     def __init__(self, dataset: LmdbDataset[T]) -> None:
         self._dataset = dataset
         self._count = len(dataset)
-        nbytes = min(_TOGETHER_NBYTES, dataset.read_ahead_nbytes)
-        self._size = max(int(nbytes / max(dataset.mean_nbytes, 1)), 1)
+        self._nbytes = min(_TOGETHER_NBYTES, dataset.read_ahead_nbytes)
+        self._most = max(int(self._nbytes / max(dataset.mean_nbytes, 1)), 1)
+        """Samples of a batch at most. It has fewer where they are longer than elsewhere."""
         self._end = 0
         self._batch: Iterator[T] = iter(())
         """The samples before number ``_end`` that were not given yet."""
@@ -329,7 +330,9 @@ class _InOrder(Generic[T]):
                 return sample
             if self._end == self._count:
                 raise StopIteration
-            end = min(self._end + self._size, self._count)
+            positions = np.arange(self._end, min(self._end + self._most, self._count))
+            nbytes = np.cumsum(self._dataset.index.lengths[self._dataset._in_index(positions)])
+            end = self._end + max(int(np.searchsorted(nbytes, self._nbytes, side="right")), 1)
             self._batch, self._end = self._dataset._together(range(self._end, end)), end
 
 

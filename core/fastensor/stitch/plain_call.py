@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
-from fastensor.stitch.shape import is_shape
+from fastensor.stitch.shape import is_shape, kept_if_short
 
 _GET, _PUT, _INT = rb"(?:h.|j....)", rb"(?:q.|r....)", rb"(?:K.|M..|J...[\x00-\x7f])"
 _INTS = rb"(?:\)|%(i)b\x85|%(i)b{2}\x86|%(i)b{3}\x87|\(%(i)b{4,}t)" % {b"i": _INT}
@@ -62,7 +61,8 @@ class Memo(dict[int, Any]):
         source_of: makes a source of the memo, and of the numbers at which a call takes from it the word ``storage``,
             the class of the storage, its location, and the class of the hooks; None if torch would not take these.
 
-    Every access raises :class:`NotAsTorchWritesError` where numbers do not grow, and where nothing is.
+    ``memo[number]`` raises :class:`NotAsTorchWritesError` where nothing is, and ``memo[number] = value`` where numbers
+    do not grow. ``memo.get`` raises nothing.
     """
 
     def __init__(self, data: bytes, source_of: Callable[[Memo, list[int]], Any]) -> None:
@@ -120,7 +120,7 @@ def number_in(operation: bytes) -> int:
     return int.from_bytes(operation, "little") >> 8
 
 
-@lru_cache(maxsize=4096)
+@kept_if_short
 def geometry_of(size: bytes, stride: bytes) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The shape and the strides that opcodes make; None if no tensor has them."""
     shape, steps = _tuple_of(size), _tuple_of(stride)

@@ -14,7 +14,6 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ import torch
 from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
 from fastensor.files.garbage import without_collection
 from fastensor.stitch.parts import Part
-from fastensor.stitch.shape import MAX_SIZE, is_shape
+from fastensor.stitch.shape import MAX_SIZE, is_shape, kept_if_short
 from fastensor.stitch.signatures import LENGTH_NBYTES, MAX_HEADER_NBYTES
 
 CHECKSUM_KEY = "fastensor.crc32"
@@ -226,7 +225,7 @@ def _parse_tensor(name: str, value: Any, crc32: int | None, base: int, where: st
     return Part(name, end - begin, crc32, base + begin, base + end, 0, dtype, tuple(shape))
 
 
-@lru_cache(maxsize=4096)
+@kept_if_short
 def _numel(shape: tuple[int, ...]) -> int | None:
     """Number of elements of a shape; None if no tensor has it."""
     return math.prod(shape) if is_shape(shape) else None

@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from typing import Any, TypeVar, TypeVarTuple, cast
 
 MAX_SIZE = (1 << 63) - 1
+_SHORT = 128
+_Ts = TypeVarTuple("_Ts")
+_R = TypeVar("_R")
+
+
+def kept_if_short(function: Callable[[*_Ts], _R]) -> Callable[[*_Ts], _R]:
+    """Keep what a function of shapes returns, for the next tensor of that shape. A file may say that a tensor has a
+    million dimensions; that is not kept.
+
+    >>> area = kept_if_short(lambda shape: shape[0] * shape[1])
+    >>> area((2, 3)), area((2, 3) + (1,) * 1000)
+    (6, 6)
+    """
+    kept = lru_cache(maxsize=4096)(function)
+
+    @wraps(function)
+    def call(*shapes: *_Ts) -> _R:
+        is_short = all(len(shape) <= _SHORT for shape in cast(tuple[Any, ...], shapes))
+        return kept(*shapes) if is_short else function(*shapes)
+
+    return call
 
 
 def is_shape(sizes: Sequence[int]) -> bool:

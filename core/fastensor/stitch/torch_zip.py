@@ -360,10 +360,12 @@ class _Recorder:
                 cls.persistent_id = persistent_id
 
             def dump(self, obj: Any) -> None:
-                super().dump(obj)
-                type(self).persistent_id = _no_more
-                if hasattr(self, "clear_memo"):
-                    self.clear_memo()  # it holds what large arrays were turned into on the way
+                try:
+                    super().dump(obj)
+                finally:
+                    type(self).persistent_id = _no_more
+                    if hasattr(self, "clear_memo"):
+                        self.clear_memo()  # it holds what large arrays were turned into on the way
                 recorder._data = self._fastensor_file.getvalue()
                 raise _Pickled
 

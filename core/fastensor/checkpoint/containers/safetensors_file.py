@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from fastensor.errors import CorruptCheckpointError, UnsupportedContentError, ca
 from fastensor.files.garbage import without_collection
 from fastensor.stitch.parts import Part
 from fastensor.stitch.safetensors_header import SafetensorsHeader, header_nbytes, parse_header, torch_dtype
-from fastensor.stitch.shape import row_major
+from fastensor.stitch.shape import kept_if_short, row_major
 from fastensor.stitch.signatures import LENGTH_NBYTES, MAX_HEADER_NBYTES
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _HOST = torch.device("cpu")
 _SAVED_FROM = "cpu"
 """The location that tensors were saved from: the format does not say it."""
-_row_major = lru_cache(maxsize=4096)(row_major)
+_row_major = kept_if_short(row_major)
 
 
 def load(file: OpenedFile, request: LoadRequest) -> Loaded:

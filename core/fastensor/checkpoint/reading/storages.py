@@ -47,11 +47,14 @@ class NotOrdinaryError(Exception):
 
 
 def is_known() -> bool:
-    """True if ``torch.load`` is torch's own function, and its restricted unpickler is as this module expects."""
+    """True if ``torch.load``, and what makes a tensor, are torch's own functions, and its restricted unpickler is as
+    this module expects."""
     unpickler = getattr(getattr(torch, "_weights_only_unpickler", None), "Unpickler", None)
     return (
         release_is_known()
         and getattr(torch.load, "__globals__", None) is vars(torch.serialization)
+        and getattr(torch._utils._rebuild_tensor, "__globals__", None) is vars(torch._utils)
+        and getattr(torch._utils._rebuild_tensor_v2, "__globals__", None) is vars(torch._utils)
         and unpickler is not None
         and _is_as_expected(unpickler)
         and hasattr(torch.serialization, "_serialization_tls")
@@ -225,16 +228,14 @@ class _Memo(Memo):
         super().__init__(program, _source_of)
         self._file = file
         self._storages = storages
+        self._rebuild = torch._utils._rebuild_tensor_v2
 
     def __getitem__(self, number: int) -> Any:
         value = super().__getitem__(number)
-        if value is _rebuild_tensor and (call := self.call_at(self._file.tell())):
+        if value is self._rebuild and (call := self.call_at(self._file.tell())):
             self._file.seek(call.end)
             return _rebuilt(call, self._storages)
         return value
-
-
-_rebuild_tensor = torch._utils._rebuild_tensor_v2
 
 
 def _source_of(memo: Memo, numbers: Sequence[int]) -> tuple[torch.dtype, str] | None:

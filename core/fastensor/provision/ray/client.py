@@ -112,7 +112,18 @@ class RayEngine:
             with suppress(RayError):
                 ray.get(names.once(self._supervisor.leave).remote(self._client), timeout=_HEALTH_SECONDS)
         self._supervisor, self._stays = None, ()
+        if self._contents_key and self._membership.is_alive:
+            with suppress(RayError):
+                self._drop_contents()
         self._leave_cluster()
+
+    def _drop_contents(self) -> None:
+        """Keep no longer what a service was to serve that has not started."""
+        try:
+            names.supervisor_of(self._name)
+        except ValueError:
+            names.drop(self._contents_key)
+        self._contents_key = ""
 
     def _leave_cluster(self) -> None:
         if self._membership is not None:
