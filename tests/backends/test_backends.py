@@ -271,7 +271,7 @@ def test_storages_of_devices_without_streams_get_their_checksums(monkeypatch: py
     """Such devices (mps, xpu) are not in this machine: a host storage is sent down their path."""
     source = make_source(100, 5 << 10)
     expected = _stage(source, source.nbytes)
-    monkeypatch.setattr(copier, "_address", lambda storage: 0)
+    monkeypatch.setattr(copier, "_addresses", lambda storages, devices: [0] * len(storages))
     assert _stage(source, 1000) == expected
 
 

@@ -309,6 +309,7 @@ def test_unusual_memos_mean_what_they_mean_to_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Callable[[bytes], bytes]
 ) -> None:
     torch.save({"a": torch.ones(2), "b": torch.zeros(3), "c": torch.ones(4)}, path := tmp_path / "x.pt")
+    monkeypatch.setattr(storages, "_LARGE_PICKLE_NBYTES", 0)
     found: list[Any] = []
     call_at = Memo.call_at
     monkeypatch.setattr(Memo, "call_at", lambda *arguments: found.append(call_at(*arguments)) or found[-1])
@@ -325,7 +326,11 @@ def test_unusual_memos_mean_what_they_mean_to_torch(
 
 
 @pytest.mark.usefixtures("not_with_torch")
-def test_plain_tensors_have_all_that_torch_gives_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("large_nbytes", [0, 1 << 20])
+def test_plain_tensors_have_all_that_torch_gives_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large_nbytes: int
+) -> None:
+    monkeypatch.setattr(storages, "_LARGE_PICKLE_NBYTES", large_nbytes)
     base = torch.arange(24.0)
     tensors = [base[3:9], base.view(4, 6).t(), torch.ones(()), torch.ones(2, requires_grad=True), torch.ones(0, 3)]
     torch.save(tensors + tensors[:1] + [torch.full((5,), 1j).conj()], tmp_path / "x.pt")

@@ -20,6 +20,7 @@ import fastensor
 from fastensor import FastensorError, UnsupportedContentError, UnverifiedCheckpointWarning, checkpoint, stitch
 from fastensor.backends.registry import available_names
 from fastensor.checkpoint import containers, models, reading, tools
+from fastensor.checkpoint.reading import storages
 from fastensor.stitch.signatures import SAFETENSORS_SUFFIX
 
 for _name in fastensor.__all__:
@@ -28,6 +29,7 @@ for _folder in (checkpoint, containers, models, reading, tools, stitch):
     for _module in pkgutil.iter_modules(_folder.__path__, f"{_folder.__name__}."):
         import_module(_module.name)  # some are imported when they are needed
 
+storages._LARGE_PICKLE_NBYTES = 0  # small pickles are read as large ones are
 BRANCH = "plain"
 """The dict of dense tensors in the states of torch files here: all that a safetensors file can hold."""
 W = torch.arange(12, dtype=torch.int32).reshape(3, 4)

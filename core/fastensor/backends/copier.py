@@ -68,12 +68,7 @@ class Copier:
         self._sources: dict[int, torch.Tensor] = {}
         """Storages of devices as tensors of bytes, by their numbers."""
         devices = {storage.device for storage in storages if isinstance(storage, torch.UntypedStorage)}
-        hosts = {device for device in devices if device.type == "cpu" and not streams.are_on(device)}
-        self._addresses = [
-            storage.data_ptr() if isinstance(storage, torch.UntypedStorage) and storage.device in hosts else 0
-            for storage in storages
-        ]
-        """Addresses of the storages in host memory; 0 for those that are elsewhere."""
+        self._addresses = _addresses(storages, devices)
         self._copies = Copies(devices, "save").follow_current()
         self.device = self._copies.device
         """A device that copies come from, for which buffers are to be pinned."""
@@ -169,3 +164,12 @@ class Checksums:
             if start < stop:
                 target = at + start - begin
                 window[target : target + stop - start] = crc32[start - position : stop - position]
+
+
+def _addresses(storages: Sequence[torch.UntypedStorage | FileBytes], devices: Iterable[torch.device]) -> list[int]:
+    """Addresses of storages in host memory; 0 for those that are on other devices, or in files."""
+    hosts = {device for device in devices if device.type == "cpu" and not streams.are_on(device)}
+    return [
+        storage.data_ptr() if isinstance(storage, torch.UntypedStorage) and storage.device in hosts else 0
+        for storage in storages
+    ]

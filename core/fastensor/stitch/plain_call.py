@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from fastensor.stitch.plain_tensors import NotAsTorchWritesError
 from fastensor.stitch.shape import is_shape, kept_if_short
 
 _GET, _PUT, _INT = rb"(?:h.|j....)", rb"(?:q.|r....)", rb"(?:K.|M..|J...[\x00-\x7f])"
@@ -25,10 +26,6 @@ id of a storage (the word, class, key, location, number of elements), the offset
 _INTEGER_NBYTES = {ord("K"): 1, ord("M"): 2, ord("J"): 4}
 _MARK = b"("
 _TRUE = b"\x88"
-
-
-class NotAsTorchWritesError(Exception):
-    """The pickle uses the memo as torch never does. No call may be recognized in it: each opcode has to be run."""
 
 
 class PlainCall(NamedTuple):

@@ -34,6 +34,10 @@ _HOST = torch.device("cpu")
 """Compared with, since the type of a device takes ten times as long to ask for."""
 
 
+class NotAsTorchWritesError(Exception):
+    """The pickle uses the memo as torch never does. No call may be recognized in it: each opcode has to be run."""
+
+
 def release_is_known() -> bool:
     """True if the private parts of this release of torch are known here."""
     return _KNOWN_TORCH.fullmatch(torch.__version__) is not None

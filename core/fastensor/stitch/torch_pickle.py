@@ -28,7 +28,8 @@ from fastensor.stitch.pickle_functions import (
     rebuild_tensor,
 )
 from fastensor.stitch.pickle_records import PickledStorage, PickledTensor, Range, UnknownGlobal, UnknownObject, as_key
-from fastensor.stitch.plain_call import Memo, NotAsTorchWritesError, PlainCall
+from fastensor.stitch.plain_call import Memo, PlainCall
+from fastensor.stitch.plain_tensors import NotAsTorchWritesError
 
 _LONGEST_NAME = 300
 """In bytes of UTF-8. A pickle may have a text once, and name a thousand globals with it."""

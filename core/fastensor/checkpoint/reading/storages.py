@@ -3,9 +3,9 @@
 For each storage, ``torch.load`` searches for a record, reads it in several calls, and tests several times for fake
 tensors. Here, neighbouring storages are read together, and with them the pickle and the small records beside it.
 torch's own restricted unpickler decides what the pickle may hold and do, and asks :class:`Storages` only for storages
-that it has allowed. The call that makes a plain tensor, of a function that it has allowed, is run in one step here
-(:class:`_Memo`): opcode by opcode, that takes most of the time. The unpickler is private to torch. With a release of
-torch that is not known here, and for unusual files and requests, ``torch.load`` itself loads the file.
+that it has allowed. In a large pickle, calls that make plain tensors, of a function that it has allowed, are run in one
+step (:mod:`fastensor.checkpoint.reading.one_step`). The unpickler is private to torch. With a release of torch that is
+not known here, and for unusual files and requests, ``torch.load`` itself loads the file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import io
 import sys
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -25,8 +24,7 @@ from fastensor.backends.window import ALIGNMENT, WINDOW_NBYTES
 from fastensor.checkpoint.reading.placement import MapLocation, kind_of_device, place
 from fastensor.checkpoint.reading.reader import PartReader, empty_storage, extents_of, is_joined, new_array
 from fastensor.stitch.parts import Part
-from fastensor.stitch.plain_call import Memo, NotAsTorchWritesError, PlainCall
-from fastensor.stitch.plain_tensors import release_is_known, skips_values, typed_storage
+from fastensor.stitch.plain_tensors import NotAsTorchWritesError, release_is_known, skips_values, typed_storage
 from fastensor.stitch.torch_records import TorchArchive
 
 _ENCODING = "utf-8"
@@ -40,6 +38,10 @@ _BEHIND = ("version", ".data/serialization_id")
 records behind it are read together with the storages that follow."""
 _VERSIONS = (b"1", b"2", b"3", b"4", b"5", b"6", b"7", b"8", b"9", b"10")
 """Versions of archives that every release of torch that is known here reads."""
+
+
+_LARGE_PICKLE_NBYTES = 16 << 10
+"""A pickle of about 150 tensors: with fewer, to import what makes each in one step takes longer than it saves."""
 
 
 class NotOrdinaryError(Exception):
@@ -125,7 +127,10 @@ def rebuild(small: Mapping[str, Part], reader: PartReader, storages: Storages) -
     storages.end = begin + len(program)
     file = io.BytesIO(program)
     unpickler = private._weights_only_unpickler.Unpickler(file, encoding=_ENCODING)
-    unpickler.memo = _Memo(program, file, storages)
+    if len(program) >= _LARGE_PICKLE_NBYTES:
+        from fastensor.checkpoint.reading.one_step import OneStepMemo
+
+        unpickler.memo = OneStepMemo(program, file, storages)
     unpickler.persistent_load = storages.load
     private.serialization._serialization_tls.map_location = storages.map_location
     try:
@@ -212,49 +217,6 @@ class Storages:
             begin = self._reader.data_begin(record)
         self.end = begin + nbytes
         return torch.from_numpy(array).untyped_storage()
-
-
-class _Memo(Memo):
-    """The memo of torch's unpickler. Where torch takes the function that rebuilds plain tensors from it, it gets the
-    tensor instead, and goes on reading behind the call, if that is an ordinary one.
-
-    Args:
-        program: the pickle.
-        file: reads it for torch.
-        storages: of the same archive.
-    """
-
-    def __init__(self, program: bytes, file: io.BytesIO, storages: Storages) -> None:
-        super().__init__(program, _source_of)
-        self._file = file
-        self._storages = storages
-        self._rebuild = torch._utils._rebuild_tensor_v2
-
-    def __getitem__(self, number: int) -> Any:
-        value = super().__getitem__(number)
-        if value is self._rebuild and (call := self.call_at(self._file.tell())):
-            self._file.seek(call.end)
-            return _rebuilt(call, self._storages)
-        return value
-
-
-def _source_of(memo: Memo, numbers: Sequence[int]) -> tuple[torch.dtype, str] | None:
-    """The dtype and the location of a storage. See :class:`Memo`."""
-    word, kind, location, hooks = map(memo.get, numbers)
-    if type(kind) is not torch.serialization.StorageType or type(location) is not str:
-        return None
-    return (kind.dtype, location) if word == "storage" and hooks is OrderedDict else None
-
-
-def _rebuilt(call: PlainCall, storages: Storages) -> torch.Tensor:
-    """A tensor as ``torch._utils._rebuild_tensor_v2`` makes it where there are no fake tensors."""
-    dtype, location = call.source
-    storage = storages.get(call.key, dtype, location, call.numel)
-    tensor = torch.empty((0,), dtype=dtype, device=storage.device)
-    tensor.set_(storage, call.offset, call.shape, call.stride)
-    tensor.requires_grad = call.requires_grad
-    tensor._backward_hooks = OrderedDict()
-    return tensor
 
 
 def _aligned_copy(data: Bytes) -> Bytes:
