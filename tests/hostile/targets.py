@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 from hostile import archives, crafted, headers
-from hostile.attacks import STATE
+from hostile.attacks import STATE, in_one_step
 
 import fastensor
 from fastensor.checkpoint.containers import recognize
@@ -78,13 +78,21 @@ def container(data: bytes) -> None:
     assert recognize(data[2:], nbytes) in ("torch", "safetensors", "legacy", None)
 
 
+def _load_in_one_step(file: io.BytesIO) -> None:
+    with in_one_step():
+        fastensor.load(file)
+
+
+_LOADS = (fastensor.load, _load_in_one_step)
+
+
 def entry_points(data: bytes) -> None:
     """Whole files of any container, through what users call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for read in (fastensor.load, fastensor.verify, _read_all):
+        for read in (*_LOADS, fastensor.verify, _read_all):
             # A pickle may ask torch's own unpickler for a bytearray of any size, which is not ours to refuse.
-            with contextlib.suppress(FastensorError, *((MemoryError,) if read is fastensor.load else ())):
+            with contextlib.suppress(FastensorError, *((MemoryError,) if read in _LOADS else ())):
                 read(io.BytesIO(data))
 
 

@@ -8,14 +8,6 @@ from pathlib import Path
 import pytest
 from hostile.isolated import Laboratory, laboratory
 
-from fastensor.checkpoint.reading import storages
-
-
-@pytest.fixture(autouse=True)
-def in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The small pickles of tests are read as large ones are."""
-    monkeypatch.setattr(storages, "_LARGE_PICKLE_NBYTES", 0)
-
 
 @pytest.fixture(scope="session")
 def isolated() -> Iterator[Laboratory]:
