@@ -179,7 +179,8 @@ def test_an_iteration_decodes_what_is_asked_for_and_goes_on_behind_errors(path: 
 @pytest.mark.parametrize("decode", [None, bytes])
 @pytest.mark.parametrize("engine", ["pread", "willneed", "direct"])
 def test_an_iteration_of_a_file_that_is_cut_off(tmp_path: Path, engine: EngineName, decode: Any) -> None:
-    """It gives what is left, and an error for each of the others; and nothing of a file that was written to."""
+    """The iteration gives the samples that are left, and an error for each of the others; of a file that was written
+    to, errors alone."""
     records = some_records(100)
     dataset = opened(make(tmp_path / "db", records.items()), engine=engine, decode=decode)
     dataset.index.check_unchanged = lambda: None  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, TypeVarTuple, cast
 
 MAX_SIZE = (1 << 63) - 1
 _SHORT = 128
+"""Dimensions, or bytes of opcodes that make them."""
 _Ts = TypeVarTuple("_Ts")
 _R = TypeVar("_R")
 
@@ -16,9 +17,10 @@ def kept_if_short(function: Callable[[*_Ts], _R]) -> Callable[[*_Ts], _R]:
     """Keep what a function of shapes returns, for the next tensor of that shape. A file may say that a tensor has a
     million dimensions; that is not kept.
 
-    >>> area = kept_if_short(lambda shape: shape[0] * shape[1])
-    >>> area((2, 3)), area((2, 3) + (1,) * 1000)
-    (6, 6)
+    >>> asked = []
+    >>> dimensions = kept_if_short(lambda shape: asked.append(shape) or len(shape))
+    >>> [dimensions((1,) * count) for count in (2, 2, 1000, 1000)], len(asked)
+    ([2, 2, 1000, 1000], 3)
     """
     kept = lru_cache(maxsize=4096)(function)
 

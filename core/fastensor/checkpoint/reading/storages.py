@@ -38,8 +38,6 @@ _BEHIND = ("version", ".data/serialization_id")
 records behind it are read together with the storages that follow."""
 _VERSIONS = (b"1", b"2", b"3", b"4", b"5", b"6", b"7", b"8", b"9", b"10")
 """Versions of archives that every release of torch that is known here reads."""
-
-
 _LARGE_PICKLE_NBYTES = 16 << 10
 """A pickle of about 150 tensors: with fewer, to import what makes each in one step takes longer than it saves."""
 
@@ -166,7 +164,7 @@ class Storages:
         self._loaded: dict[str, tuple[torch.UntypedStorage, torch.dtype]] = {}
         """The storages that have been loaded, by their keys, each with the dtype that was asked for first."""
         self._typed: dict[str, Any] = {}
-        """Those of them that torch has got, as objects of that dtype."""
+        """Typed storages, which torch's unpickler has asked for, by their keys."""
         self.end = 0
         """End of what was read last, in the file: the pickle, and then a storage. 0 before that."""
 
