@@ -26,6 +26,7 @@ from fastensor.backends.base import Backend, SlotBackend
 from fastensor.errors import UnknownBackendError
 from fastensor.files.arguments import nearest
 from fastensor.files.forks import lock_of
+from fastensor.files.garbage import without_collection
 from fastensor.files.importing import entry_points_of
 
 if TYPE_CHECKING:
@@ -166,7 +167,8 @@ def _register_others() -> None:
 
 
 def _make(point: EntryPoint) -> Backend:
-    made = point.load()()
+    with without_collection():
+        made = point.load()()
     if not isinstance(made, Backend):
         raise TypeError(f"expected a fastensor.backends.base.Backend, found {type(made).__name__}")
     return made

@@ -11,10 +11,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from fastensor.files.garbage import without_collection
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -33,14 +37,21 @@ def on_first_use(package: str, homes: Mapping[str, tuple[str, ...]]) -> Callable
 
     def find(name: str) -> Any:
         if f"{package}.{name}" in homes:
-            return import_module(f"{package}.{name}")
+            return imported(f"{package}.{name}")
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(home_of[name]), name)
+        value = getattr(imported(home_of[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 
     return find
+
+
+def imported(module: str) -> ModuleType:
+    """A module. While it is imported, the garbage collector pauses: nearly all that an import makes stays, and where
+    torch has been imported, looking through everything takes longer than importing what saves a checkpoint."""
+    with nullcontext() if module in sys.modules else without_collection():
+        return import_module(module)
 
 
 def entry_points_of(group: str) -> tuple[EntryPoint, ...]:

@@ -14,6 +14,7 @@ from fastensor.backends import registry
 from fastensor.backends.base import Backend
 from fastensor.backends.registry import why_unavailable
 from fastensor.errors import BackendUnavailableError, FastensorError
+from fastensor.files.importing import imported
 from fastensor.select.context import Choice, Context, by_rule, is_small
 
 if TYPE_CHECKING:
@@ -160,7 +161,8 @@ class Transfer:
             return cls((registry.get(choice).name, *LAST_RESORTS), nbytes, context)
         if rule_decides(choice, nbytes, context):
             return cls((by_rule(context, nbytes), *LAST_RESORTS), nbytes, context, reason="by size")
-        from fastensor.select.current import current_selector  # small files need nothing of it
+        imported("fastensor.select.current")  # small files need nothing of it
+        from fastensor.select.current import current_selector
 
         selector = current_selector(path) if isinstance(choice, str) else choice
         return cls(

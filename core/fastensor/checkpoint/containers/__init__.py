@@ -7,11 +7,11 @@ A container is a module with the functions of :class:`FileContainer`, or of :cla
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 from fastensor.checkpoint.reading.opened import OpenedFile, read_exactly
 from fastensor.errors import CorruptCheckpointError
+from fastensor.files.importing import imported
 from fastensor.stitch.parts import LOCAL_SIGNATURE, Part
 from fastensor.stitch.signatures import (
     LEGACY_AS_TEXT,
@@ -144,7 +144,7 @@ if TYPE_CHECKING:
 
 def directory_container(name: str | None) -> DirectoryContainer | None:
     """The module of a container of directories; None if the name is none of one."""
-    return cast(DirectoryContainer, import_module(OF_DIRECTORIES[name])) if name in OF_DIRECTORIES else None
+    return cast(DirectoryContainer, imported(OF_DIRECTORIES[name])) if name in OF_DIRECTORIES else None
 
 
 def container_at(location: Location) -> DirectoryContainer | None:
@@ -157,7 +157,7 @@ def container_at(location: Location) -> DirectoryContainer | None:
 def container_in(file: OpenedFile) -> FileContainer:
     """The module of a file's container. Raises as :func:`container_of`."""
     module = REGISTERED[container_of(file)].module
-    return cast(FileContainer, import_module(f"{__name__}.{module}"))
+    return cast(FileContainer, imported(f"{__name__}.{module}"))
 
 
 def recognize(start: bytes, nbytes: int) -> Container | None:

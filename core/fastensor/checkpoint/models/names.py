@@ -45,14 +45,13 @@ def nodes(tree: Any, where: str = "the object") -> Iterator[Node]:
     """
     count = characters = 0
     plain: set[int] = set()
-    stack: list[tuple[str, Any, tuple[int, ...]]] = [("", tree, ())]
+    inner = _children(tree, (), plain)
+    if inner is None:
+        yield Node("", tree, True)
+    stack = [("", iter(inner or ()), (id(tree),))]
     while stack:
-        name, value, above = stack.pop()
-        inner = _children(value, above, plain)
-        if above or inner is None:
-            yield Node(name, value, inner is None)
-        within = (*above, id(value))
-        for key, child in reversed(inner or ()):
+        name, items, above = stack[-1]
+        for key, child in items:
             joined = _join(name, key)
             count += 1
             characters += len(joined)
@@ -61,7 +60,13 @@ def nodes(tree: Any, where: str = "the object") -> Iterator[Node]:
                     f"{where} holds more than {MOST_NAMES} values, or names of more than {MOST_CHARACTERS} characters; "
                     f"load it whole"
                 )
-            stack.append((joined, child, within))
+            inner = _children(child, above, plain)
+            yield Node(joined, child, inner is None)
+            if inner is not None:
+                stack.append((joined, iter(inner), (*above, id(child))))
+                break
+        else:
+            stack.pop()
 
 
 def walk(tree: Any, where: str = "the object") -> Iterator[tuple[str, Any]]:

@@ -20,15 +20,15 @@ from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.reading.opened import LocalFile, OpenedFile, opened
 from fastensor.checkpoint.reading.placement import MapLocation, begin_to_use
 from fastensor.checkpoint.reading.request import Loaded, LoadRequest, check_arguments, is_restricted, listed
-from fastensor.checkpoint.report import LoadReport, warn_unverified
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, caught_as
 from fastensor.files.arguments import checks_keywords
 from fastensor.select.transfer import BackendChoice, check_choice
 
 if TYPE_CHECKING:
     from fastensor.checkpoint.progress import Meter, Progress
+    from fastensor.checkpoint.report import LoadReport
 else:
-    Progress = Any  # for get_type_hints; the module is imported when progress is reported
+    Progress = LoadReport = Any  # for get_type_hints; the modules are imported when they are needed
 
 
 @checks_keywords
@@ -117,18 +117,7 @@ def load(
     >>> weight
     tensor([0., 1., 2.])
     """
-    result, _ = load_with_report(
-        path,
-        map_location,
-        keys=keys,
-        into=into,
-        weights_only=weights_only,
-        mmap=mmap,
-        verify=verify,
-        backend=backend,
-        progress=progress,
-    )
-    return result
+    return _load(path, map_location, keys, into, weights_only, mmap, verify, backend, progress)[0]
 
 
 @checks_keywords
@@ -145,6 +134,24 @@ def load_with_report(
     progress: Progress | None = None,
 ) -> tuple[Any, LoadReport]:
     """:func:`load`, and what it did."""
+    from fastensor.checkpoint.report import LoadReport  # a load whose report nobody wants needs nothing of it
+
+    result, facts = _load(path, map_location, keys, into, weights_only, mmap, verify, backend, progress)
+    return result, LoadReport(**facts)
+
+
+def _load(
+    path: Location,
+    map_location: MapLocation,
+    keys: Iterable[str] | None,
+    into: Mapping[str, Any] | None,
+    weights_only: bool | None,
+    mmap: bool,
+    verify: bool | Literal["first"] | None,
+    backend: BackendChoice,
+    progress: Progress | None,
+) -> tuple[Any, dict[str, Any]]:
+    """:func:`load`, and what a :class:`~fastensor.checkpoint.report.LoadReport` says of it."""
     started = time.perf_counter()
     check_arguments(map_location, keys, into, mmap=mmap, verify=verify)
     check_choice(backend)
@@ -163,19 +170,21 @@ def load_with_report(
             loaded = bring(file, request, load_file)
             if meter is not None:
                 meter.finish(file.nbytes)
-            report = LoadReport(
-                path=file.where,
-                nbytes=file.nbytes,
-                backend=loaded.backend,
-                reason=loaded.reason,
-                verified=loaded.verified,
-                resident_fraction=file.resident_fraction,
-                seconds=time.perf_counter() - started,
-                fallbacks=tuple(request.fallbacks),
-            )
+            facts = {
+                "path": file.where,
+                "nbytes": file.nbytes,
+                "backend": loaded.backend,
+                "reason": loaded.reason,
+                "verified": loaded.verified,
+                "resident_fraction": file.resident_fraction,
+                "seconds": time.perf_counter() - started,
+                "fallbacks": tuple(request.fallbacks),
+            }
     if request.checked and not loaded.verified:
-        warn_unverified(report.path, loaded.unchecked)
-    return loaded.result if into is None else into, report
+        from fastensor.checkpoint.report import warn_unverified
+
+        warn_unverified(facts["path"], loaded.unchecked)
+    return loaded.result if into is None else into, facts
 
 
 Loader: TypeAlias = Callable[[OpenedFile, LoadRequest], Loaded]
