@@ -48,7 +48,7 @@ def nodes(tree: Any, where: str = "the object") -> Iterator[Node]:
     inner = _children(tree, (), plain)
     if inner is None:
         yield Node("", tree, True)
-    stack = [("", iter(inner or ()), (id(tree),))]
+    stack: list[tuple[str, Iterator[tuple[Any, Any]], tuple[int, ...]]] = [("", iter(inner or ()), (id(tree),))]
     while stack:
         name, items, above = stack[-1]
         for key, child in items:

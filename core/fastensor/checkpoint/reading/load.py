@@ -170,7 +170,7 @@ def _load(
             loaded = bring(file, request, load_file)
             if meter is not None:
                 meter.finish(file.nbytes)
-            facts = {
+            facts: dict[str, Any] = {
                 "path": file.where,
                 "nbytes": file.nbytes,
                 "backend": loaded.backend,
