@@ -23,7 +23,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from isal import isal_zlib
@@ -69,8 +69,7 @@ _lock = lock_of(sys.modules[__name__])
 _OPTIONS_ARE_PER_THREAD = torch.__version__ >= "2.13"
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
+class Recording(NamedTuple):
     """One pickling of an object by torch, from which the file can be written without the object."""
 
     data: bytes
@@ -167,8 +166,7 @@ def choose_alignment(storage_nbytes: Sequence[int]) -> int:
     return PAGE_ALIGNMENT if padding < _PADDING_LIMIT * sum(storage_nbytes) else TORCH_ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True)
-class SmallRecords:
+class SmallRecords(NamedTuple):
     """The records that torch writes beside the pickle and the storages."""
 
     before: tuple[SmallRecord, ...]
