@@ -32,6 +32,19 @@ def test_it_pauses_for_many_objects_and_goes_on() -> None:
         assert collects()
 
 
+def test_what_somebody_sets_meanwhile_stays() -> None:
+    before = gc.get_threshold()
+    try:
+        with without_collection():
+            gc.set_threshold(5000, 20, 20)
+        assert gc.get_threshold() == (5000, 20, 20)
+    finally:
+        gc.set_threshold(*before)
+    with without_collection():
+        assert not collects()
+    assert gc.get_threshold() == before
+
+
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_who_has_switched_it_off_keeps_it_off(when: str) -> None:
     try:

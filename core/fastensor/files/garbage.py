@@ -1,4 +1,4 @@
-"""Making tens of thousands of objects without the garbage collector in between."""
+"""Making tens of thousands of objects, or importing modules, without the garbage collector in between."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def without_collection(objects: int = _MANY) -> Iterator[None]:
 def _go_on() -> None:
     """Have the collector run as before. A forked child calls it, too: the block may be that of a thread it lacks."""
     if _paused:
-        gc.set_threshold(*_paused[-1])
+        if not gc.get_threshold()[0]:  # else somebody has set it meanwhile: a module that was imported, say
+            gc.set_threshold(*_paused[-1])
         _paused.clear()
 
 
