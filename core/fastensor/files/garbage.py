@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from fastensor.files.forks import first_in_children
 
 _MANY = 1000
 _paused: list[tuple[int, int, int]] = []
-"""The thresholds of the collector outside of the block that pauses it, if one does."""
+"""The thresholds of the collector outside of the blocks that pause it: one block, or some of threads that have begun at
+the same instant."""
 
 
 @contextmanager
@@ -30,11 +31,13 @@ def without_collection(objects: int = _MANY) -> Iterator[None]:
         gc.set_threshold(0, *thresholds[1:])
         yield
     finally:
-        _go_on()
+        gc.set_threshold(*thresholds)  # whatever another block has done since: it may have ended before this one paused
+        with suppress(ValueError):  # this is a forked child
+            _paused.remove(thresholds)
 
 
 def _go_on() -> None:
-    """Have the collector run as before. A forked child calls it, too: the block may be that of a thread it lacks."""
+    """In a forked child: have the collector run as before. The block may be that of a thread that the child lacks."""
     if _paused:
         gc.set_threshold(*_paused[-1])
         _paused.clear()
