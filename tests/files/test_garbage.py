@@ -45,6 +45,29 @@ def test_what_somebody_sets_meanwhile_stays() -> None:
     assert gc.get_threshold() == before
 
 
+def test_a_block_that_begins_while_that_of_another_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other block begins and ends between the two calls by which this one pauses the collector."""
+    before, pause = gc.get_threshold(), gc.set_threshold
+
+    def other_comes_first(*thresholds: int) -> None:
+        monkeypatch.setattr(gc, "set_threshold", pause)
+        with without_collection():
+            pass
+        pause(*thresholds)
+
+    monkeypatch.setattr(gc, "set_threshold", other_comes_first)
+    try:
+        with without_collection():
+            assert not collects()
+            pid = os.fork()
+            if pid == 0:
+                os._exit(not collects())
+        assert os.waitpid(pid, 0)[1] == 0
+        assert gc.get_threshold() == before
+    finally:
+        pause(*before)
+
+
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_who_has_switched_it_off_keeps_it_off(when: str) -> None:
     try:

@@ -131,6 +131,8 @@ def _reopen(fd: int, mode: int) -> int:
             return posix.reopen_direct(fd, mode)
         except FileNotFoundError as error:
             raise BackendUnavailableError("/proc is missing, by which a file is opened once more") from error
+        except PermissionError as error:
+            raise BackendUnavailableError("this process may not open the file once more") from error
 
 
 @contextmanager

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from fastensor.files.forks import first_in_children
 
 _MANY = 1000
 _paused: list[tuple[int, int, int]] = []
-"""The thresholds of the collector outside of the block that pauses it, if one does."""
+"""The thresholds of the collector outside of the blocks that pause it: one block, or some of threads that have begun at
+the same instant."""
 
 
 @contextmanager
@@ -30,13 +31,17 @@ def without_collection(objects: int = _MANY) -> Iterator[None]:
         gc.set_threshold(0, *thresholds[1:])
         yield
     finally:
-        _go_on()
+        # Another block may have ended before this one paused. A module that was imported meanwhile may have set others.
+        if not gc.get_threshold()[0]:
+            gc.set_threshold(*thresholds)
+        with suppress(ValueError):  # this is a forked child
+            _paused.remove(thresholds)
 
 
 def _go_on() -> None:
-    """Have the collector run as before. A forked child calls it, too: the block may be that of a thread it lacks."""
+    """In a forked child: have the collector run as before. The block may be that of a thread that the child lacks."""
     if _paused:
-        if not gc.get_threshold()[0]:  # else somebody has set it meanwhile: a module that was imported, say
+        if not gc.get_threshold()[0]:
             gc.set_threshold(*_paused[-1])
         _paused.clear()
 

@@ -148,6 +148,7 @@ MISFITS: dict[str, tuple[Any, str]] = {
     "a shape": ({"small": torch.zeros(4, 3)}, r"'small': the file has the shape \[3, 4\], it has \[4, 3\]"),
     "a dtype": ({"small": torch.zeros(3, 4, dtype=torch.int8)}, "torch.float32, of which torch.int8 keeps too little"),
     "the meta device": ({"small": torch.zeros(3, 4, device="meta")}, "to_empty"),
+    "a sparse one": ({"small": torch.zeros(3, 4).to_sparse()}, "the layout torch.strided, it has torch.sparse_coo"),
     "an expanded one": ({"small": torch.zeros(1, 4).expand(3, 4)}, "expanded"),
 }
 
@@ -163,6 +164,24 @@ def test_what_does_not_fit_is_said_before_anything_is_overwritten(tmp_path: Path
     assert isinstance(caught.value, RuntimeError)
     assert caught.value.overwritten == ()
     assert not into["large"].any()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_is_no_tensor_in_the_file(tmp_path: Path, zipped: bool) -> None:
+    torch.save({"step": 3, "w": torch.ones(3)}, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    into = {"step": torch.zeros(1), "w": torch.zeros(3)}
+    with pytest.raises(StateMismatchError, match=r"'step' not in it; nothing was overwritten. It holds 'w'"):
+        fastensor.load(tmp_path / "x.pt", into=into)
+    assert not into["w"].any()
+
+
+def test_a_sparse_tensor_of_the_file_does_not_fit_into_a_dense_one(tmp_path: Path) -> None:
+    fastensor.save({"dense": torch.ones(3), "odd": torch.eye(3).to_sparse()}, tmp_path / "x.ckpt")
+    into = {"dense": torch.zeros(3), "odd": torch.zeros(3, 3)}
+    with pytest.raises(StateMismatchError, match=r"'odd': the file has the layout torch.sparse_coo") as caught:
+        fastensor.load(tmp_path / "x.ckpt", into=into)
+    assert caught.value.overwritten == ()
+    assert not into["dense"].any()
 
 
 @pytest.mark.parametrize(

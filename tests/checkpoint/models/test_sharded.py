@@ -36,7 +36,7 @@ from fastensor import (
 from fastensor.checkpoint.models.sharded import split
 from fastensor.cli.output import UNCHECKED
 from fastensor.stitch.plain_tensors import skips_values
-from fastensor.testing.calls import intercepted
+from fastensor.testing.calls import Call, intercepted
 from fastensor.testing.faults import failing_call
 
 INDEX = "model.safetensors.index.json"
@@ -52,6 +52,22 @@ def save(folder: Path, step: int, tensors: int = 3, **options: Any) -> None:
 
 def names_in(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
+
+
+def test_a_new_folder_is_as_durable_as_what_is_in_it(tmp_path: Path) -> None:
+    folder, synced = tmp_path / "new" / "model", set()
+
+    def note(call: Call) -> Any:
+        if call.name == "fsync":
+            synced.add(os.readlink(f"/proc/self/fd/{call.arguments[0]}"))
+        return call.perform()
+
+    with intercepted(note):
+        save(folder, 1, durable=False)
+    assert not synced
+    with intercepted(note):
+        save(tmp_path / "other" / "model", 1)
+    assert {str(tmp_path), str(tmp_path / "other"), str(tmp_path / "other" / "model")} <= synced
 
 
 def test_shards_and_index(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import errno
 import io
 import os
 import pickle
@@ -343,3 +344,17 @@ def test_a_read_of_a_part_of_a_record_is_verified_whole(path: Path) -> None:
             view.seek(at)
             got = view.readinto(bytearray(8))
             assert (got, view.failure is None) == ((0, False) if damage else (8, True))
+
+
+def test_a_file_that_may_not_be_opened_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was opened by another user, say, who has handed the descriptor on."""
+
+    def refuse(*arguments: Any) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    fastensor.save({"w": torch.ones(3)}, tmp_path / "x.ckpt")
+    monkeypatch.setattr(posix, "reopen_direct", refuse)
+    with (tmp_path / "x.ckpt").open("rb") as file:
+        loaded, report = fastensor.load_with_report(file, backend="direct")
+    assert torch.equal(loaded["w"], torch.ones(3))
+    assert (report.backend, [one.backend for one in report.fallbacks]) == ("numpy", ["direct"])

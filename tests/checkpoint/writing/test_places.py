@@ -400,6 +400,21 @@ def test_an_empty_file_is_written_for_whoever_has_it_open(tmp_path: Path) -> Non
         assert fastensor.save(STATE, file.name).atomic, "there is something to keep now"
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_the_name_of_an_empty_file_is_as_durable_as_its_contents(tmp_path: Path, durable: bool) -> None:
+    (tmp_path / "x").touch()
+    synced = []
+
+    def note(call: Call) -> Any:
+        if call.name == "fsync":
+            synced.append(os.readlink(f"/proc/self/fd/{call.arguments[0]}"))
+        return call.perform()
+
+    with intercepted(note):
+        assert not fastensor.save(STATE, tmp_path / "x", durable=durable).atomic
+    assert synced == [str(tmp_path / "x"), str(tmp_path)] * durable
+
+
 def test_an_empty_file_is_empty_again_if_the_save_fails(tmp_path: Path) -> None:
     path = tmp_path / "x"
     failed = 0

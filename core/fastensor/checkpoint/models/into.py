@@ -132,7 +132,8 @@ def load_into(
     rest = [name for name in targets if name not in located and (catalog is None or name in catalog.tensors)]
     with values_kept():
         others = load(file, request._replace(keys=rest, map_location="cpu")) if rest else None
-    values = {} if others is None else dict(walk(others.result))
+    leaves = () if others is None else walk(others.result)
+    values = {name: one for name, one in leaves if isinstance(one, torch.Tensor)}
     _check_values(values, {name: targets[name] for name in rest}, file.where)
     with ExitStack() as stack:
         own = incoming([pairing], request, stack)
@@ -186,12 +187,16 @@ def check_fit(pairings: Sequence[Pairing]) -> None:
         raise StateMismatchError(f"{pairings[0].file.where}: values do not fit, nothing was overwritten: {shown}")
 
 
-def why_not(shape: Sequence[int], dtype: torch.dtype, target: torch.Tensor) -> str:
+def why_not(
+    shape: Sequence[int], dtype: torch.dtype, target: torch.Tensor, layout: torch.layout = torch.strided
+) -> str:
     """Reason for which a tensor cannot take values; empty if it can."""
     if target.device.type == "meta":
         return "it is on the meta device and has no memory; module.to_empty(device=...) gives it some"
     if tuple(shape) != tuple(target.shape):
         return f"the file has the shape {list(shape)}, it has {list(target.shape)}"
+    if layout != target.layout:
+        return f"the file has the layout {layout}, it has {target.layout}; convert one of them"
     if not torch.can_cast(dtype, target.dtype):
         return f"the file has {dtype}, of which {target.dtype} keeps too little; convert one of them"
     if target.layout == torch.strided and any(
@@ -205,13 +210,14 @@ def _listed(names: Sequence[str]) -> str:
     return some_of(names, _SHOWN, repr) or "no tensors"
 
 
-def _check_values(values: Mapping[str, Any], targets: Mapping[str, torch.Tensor], where: str) -> None:
+def _check_values(values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor], where: str) -> None:
     """
     Raises:
         StateMismatchError: tensors that were loaded do not fit.
     """
     check_present(targets, values, where)
-    misfits = {name: why_not(values[name].shape, values[name].dtype, target) for name, target in targets.items()}
+    found = {name: values[name] for name in targets}
+    misfits = {name: why_not(one.shape, one.dtype, targets[name], one.layout) for name, one in found.items()}
     for name, why in misfits.items():
         if why:
             raise StateMismatchError(f"{where}: values do not fit, nothing was overwritten: {name!r}: {why}")

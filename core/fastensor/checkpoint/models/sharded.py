@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fastensor.checkpoint.directories import METADATA_NAME, metadata_names
+from fastensor.checkpoint.files import make_directories
 from fastensor.checkpoint.location import Location, locate
 from fastensor.checkpoint.writing.report import SaveReport
 from fastensor.errors import CheckpointWriteError, CorruptCheckpointError, NotACheckpointError
@@ -260,7 +261,7 @@ def write_sharded(
     """
     path = os.path.abspath(folder)
     with write_errors(path, "the directory cannot be created"):
-        os.makedirs(path, exist_ok=True)
+        make_directories(path, durable=durable)
     with alone_in(path):
         if not replaces:
             with write_errors(path, "cannot save"):

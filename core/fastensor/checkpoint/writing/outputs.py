@@ -234,6 +234,12 @@ class InPlace(StreamOutput):
             raise OSError(errno.ESTALE, "the file that was written in place was replaced or removed meanwhile")
         return super().end()
 
+    def replace(self, *, durable: bool, free_later: bool = True) -> Freeing:
+        """Make the name of the file durable, too, if the file was empty: somebody may have created it just now."""
+        if durable and self.is_synced and not self.nbytes:
+            posix.sync_directory(os.path.dirname(self.path))
+        return super().replace(durable=durable, free_later=free_later)
+
     def left(self) -> str:
         if self._is_gone:
             return f"what was written is gone; if anything has taken its place, that is at {self.path}"
