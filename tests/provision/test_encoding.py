@@ -35,6 +35,9 @@ def memory_of(value: Any) -> memoryview:
     memory = memoryview(bytearray(b"\xaa" * (encoded.nbytes + 9)))
     encoded.write_into(memory)
     assert bytes(memory[encoded.nbytes :]) == b"\xaa" * 9
+    unchecked = bytes(memory[: encoded.nbytes])
+    memory[: encoded.nbytes] = b"".join(encoded.checked())
+    assert unchecked == bytes(memory[:4]) + bytes(4) + bytes(memory[8 : encoded.nbytes])
     check(memory)
     return memory
 
@@ -175,9 +178,14 @@ def test_nothing_is_copied_before_it_is_written() -> None:
     encoded = encode([tensor, array])
     tensor.fill_(1)
     array[:] = 2
+    checked = encoded.checked()
     memory = memoryview(bytearray(encoded.nbytes))
     encoded.write_into(memory)
     assert_same(decode(memory), [torch.ones(3), np.full(3, 2.0)])
+    assert_same(decode(memoryview(bytearray().join(checked))), [torch.ones(3), np.full(3, 2.0)])
+    array[:] = 3
+    with pytest.raises(CorruptSampleError, match="CRC32"):
+        check(memoryview(bytearray().join(checked)))
     with pytest.raises(ValueError, match=f"{encoded.nbytes} bytes, found memory of {encoded.nbytes - 1}"):
         encoded.write_into(memory[:-1])
 
@@ -186,7 +194,7 @@ def test_a_value_without_a_checksum_comes_back_and_is_not_taken_for_a_checked_on
     value = {"a": torch.arange(3), "b": b"xyz"}
     encoded = encode(value)
     memory = memoryview(bytearray(encoded.nbytes))
-    encoded.write_into(memory, checksum=False)
+    encoded.write_into(memory)
     assert_same(decode(memory), value)
     with pytest.raises(CorruptSampleError, match="CRC32"):
         check(memory)

@@ -6,12 +6,11 @@ What is used last, goes first: if there is no room, the sample is evicted whose 
 whoever fills the cache in the order of the plan finds every sample at its use, whatever the size of the cache is
 (KSpeed, section III-B), and finds as many as possible there already from the epoch before.
 
-All takes 24 bytes for each sample of the dataset, and about a hundred for each that is in the cache.
+All takes 28 bytes for each sample of the dataset, and when the cache is full, about a hundred for each that is in it.
 """
 
 from __future__ import annotations
 
-from array import array
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
 
@@ -53,14 +52,14 @@ class SampleCache:
         self._units = nbytes // ALIGNMENT
         self._free = FreeRanges(self._units)
         kept = samples if nbytes else 0
-        self._offsets = array("q", [-1]) * kept
+        self._offsets = np.full(kept, -1)
         """Offset of each sample; -1 if it is not in the cache."""
-        self._nbytes = array("q", [0]) * kept
-        self._next_uses = array("q", [-1]) * kept
+        self._nbytes = np.zeros(kept, np.int64)
+        self._next_uses = np.full(kept, -1)
         """Next use of each sample; -1 if it is held, or not in the cache."""
-        self._last_uses: list[int] = []
-        """A heap of next uses, and of some that are outdated. See :meth:`_entry`."""
-        self._holders: dict[int, int] = {}
+        self._last_uses: list[int] | None = None
+        """A heap of next uses, and of some that are outdated. See :meth:`_entries`. None until one of them is to go."""
+        self._holders = np.zeros(kept, np.int32)
         self._reading: set[int] = set()
         """Samples that workers read now."""
         self._unwritten: set[int] = set()
@@ -81,25 +80,37 @@ class SampleCache:
 
     def find(self, sample: int) -> tuple[int, int] | None:
         """Offset and bytes of a sample; None if it has no place in the cache."""
-        offset = self._offsets[sample] if self.nbytes else -1
-        return None if offset < 0 else (offset, self._nbytes[sample])
+        offset = int(self._offsets[sample]) if self.nbytes else -1
+        return None if offset < 0 else (offset, int(self._nbytes[sample]))
 
     # For tasks
 
     def take(self, positions: Integers) -> tuple[Integers, Integers]:
         """Offsets of samples, -1 for those that cannot be found; and their bytes. They are held from now on."""
-        offsets, lengths = np.full(len(positions), -1), np.zeros(len(positions), np.int64)
-        for place, position in enumerate(positions.tolist() if self.nbytes else ()):
-            offset = self._offsets[position]
-            if offset >= 0 and position not in self._unwritten and position not in self._damaged:
-                offsets[place], lengths[place] = offset, self._nbytes[position]
-                self.hold(position)
+        if not self.nbytes:
+            return np.full(len(positions), -1), np.zeros(len(positions), np.int64)
+        offsets, lengths = self._offsets[positions], self._nbytes[positions]
+        for hidden in (self._unwritten, self._damaged):
+            if not hidden.isdisjoint(wanted := positions.tolist()):
+                offsets[[position in hidden for position in wanted]] = -1
+        lengths[offsets < 0] = 0
+        self.hold(positions[offsets >= 0])
         return offsets, lengths
 
     def give_back(self, positions: Integers, next_uses: Integers) -> None:
         """A task does not use samples any more that it has taken."""
-        for position, next_use in zip(positions.tolist(), next_uses.tolist(), strict=True):
-            self.release(position, next_use=next_use)
+        self._holders[positions] -= 1
+        is_free = self._holders[positions] == 0
+        free = positions[is_free]
+        self._next_uses[free] = next_uses[is_free]
+        if self._last_uses is not None:
+            for entry in self._entries(free):
+                heappush(self._last_uses, entry)
+            if len(self._last_uses) > 2 * self.samples + _OUTDATED:
+                self._last_uses = None
+        for position in self._damaged.intersection(free.tolist()):
+            self._damaged.remove(position)
+            self._remove(position)
 
     def reading(self, positions: Integers) -> None:
         """Samples are being read."""
@@ -114,18 +125,20 @@ class SampleCache:
         """Offsets to write samples to; -1 where there are others that are used sooner, or held. They are held. No
         position occurs twice."""
         offsets = np.full(len(positions), -1)
-        entries = zip(positions.tolist(), lengths.tolist(), next_uses.tolist(), strict=True)
-        lacking = [(place, *one) for place, one in enumerate(entries) if self.nbytes and self._offsets[one[0]] < 0]
-        units = [_units(nbytes) for _, _, nbytes, _ in lacking]
-        begin = self._free.take(sum(units)) if lacking else None  # room for all is found as quickly as for one
-        for (place, position, nbytes, next_use), size in zip(lacking, units, strict=True):
-            if begin is not None:
-                self._put(position, begin, nbytes)
-                begin += size
-            elif self.place(position, nbytes, next_use=next_use) is None:
-                continue
-            offsets[place] = self._offsets[position]
-            self._unwritten.add(position)
+        places = np.flatnonzero(self._offsets[positions] < 0) if self.nbytes else offsets[:0]
+        if not len(places):
+            return offsets
+        lacking, nbytes = positions[places], lengths[places]
+        ends = np.cumsum([_units(one) for one in nbytes.tolist()])
+        begin = self._free.take(int(ends[-1]))  # room for all is found as quickly as for one
+        if begin is not None:
+            self._put(lacking, begin + np.append(0, ends[:-1]), nbytes)
+            self.samples += len(lacking)
+        else:
+            for entry in zip(lacking.tolist(), nbytes.tolist(), next_uses[places].tolist(), strict=True):
+                self.place(*entry[:2], next_use=entry[2])
+        offsets[places] = self._offsets[lacking]
+        self._unwritten.update(lacking[offsets[places] >= 0].tolist())
         return offsets
 
     def written(self, positions: Integers, next_uses: Integers) -> None:
@@ -167,14 +180,15 @@ class SampleCache:
     def would_keep(self, count: int, next_use: int) -> bool:
         """True if there is likely to be room for so many samples more, the last of which is used then."""
         mean_nbytes = self.used_nbytes / max(self.samples, 1)
+        if self.nbytes - self.used_nbytes >= count * mean_nbytes:
+            return True
         last = self._last()
-        return self.nbytes - self.used_nbytes >= count * mean_nbytes or (last is not None and last[0] > next_use)
+        return last is not None and last[0] > next_use
 
     def reschedule(self, next_uses: Positions) -> None:
         """Take another plan: when each sample of the dataset is used next. Those that are held keep being so."""
-        idle = np.frombuffer(self._next_uses, np.int64) >= 0
-        self._next_uses = array("q", np.where(idle, next_uses, -1).astype(np.int64).tobytes())
-        self._sort()
+        self._next_uses = np.where(self._next_uses >= 0, next_uses, -1)
+        self._last_uses = None
 
     # One by one
 
@@ -201,40 +215,33 @@ class SampleCache:
             self._remove(last[1])
             self.evictions += 1
         self._put(sample, begin, nbytes)
-        return self._offsets[sample], nbytes
+        self.samples += 1
+        return begin * ALIGNMENT, nbytes
 
-    def hold(self, sample: int) -> None:
-        """Keep a sample of the cache where it is until it is released."""
-        self._holders[sample] = self._holders.get(sample, 0) + 1
-        self._next_uses[sample] = -1
+    def hold(self, samples: Integers | int) -> None:
+        """Keep samples of the cache, or one, where they are until they are released."""
+        self._holders[samples] += 1
+        self._next_uses[samples] = -1
 
     def release(self, sample: int, *, next_use: int) -> None:
         """Stop holding a sample, whose next position in the plan is this one."""
-        holders = self._holders.pop(sample) - 1
-        if holders:
-            self._holders[sample] = holders
-        elif sample in self._damaged:
-            self._damaged.remove(sample)
-            self._remove(sample)
-        else:
-            self._next_uses[sample] = next_use
-            heappush(self._last_uses, self._entry(next_use, sample))
-            if len(self._last_uses) > 2 * self.samples + _OUTDATED:
-                self._sort()
+        self.give_back(np.array([sample]), np.array([next_use]))
 
-    def _put(self, sample: int, begin: int, nbytes: int) -> None:
-        """A sample has its place from now on, and is held."""
-        self._offsets[sample], self._nbytes[sample] = begin * ALIGNMENT, nbytes
-        self._holders[sample] = 1
-        self.samples += 1
+    def _put(self, samples: Integers | int, begins: Integers | int, nbytes: Integers | int) -> None:
+        """Samples have their places from now on, and are held."""
+        self._offsets[samples], self._nbytes[samples] = begins * ALIGNMENT, nbytes
+        self.hold(samples)
 
     def _remove(self, sample: int) -> None:
-        self._free.add(self._offsets[sample] // ALIGNMENT, _units(self._nbytes[sample]))
+        self._free.add(int(self._offsets[sample]) // ALIGNMENT, _units(int(self._nbytes[sample])))
         self._offsets[sample] = self._next_uses[sample] = -1
         self.samples -= 1
 
     def _last(self) -> tuple[int, int] | None:
         """The furthest next use of the samples that are not held, and its sample; None if there are none."""
+        if self._last_uses is None:
+            self._last_uses = self._entries(np.flatnonzero(self._next_uses >= 0))
+            heapify(self._last_uses)
         while self._last_uses:
             next_use, sample = divmod(-self._last_uses[0], len(self._offsets))
             if self._next_uses[sample] == next_use:
@@ -242,15 +249,10 @@ class SampleCache:
             heappop(self._last_uses)
         return None
 
-    def _entry(self, next_use: int, sample: int) -> int:
-        """A number by which the furthest next use comes first."""
-        return -(next_use * len(self._offsets) + sample)
-
-    def _sort(self) -> None:
-        """Have the heap without what is outdated."""
-        entries = ((next_use, sample) for sample, next_use in enumerate(self._next_uses) if next_use >= 0)
-        self._last_uses = [self._entry(next_use, sample) for next_use, sample in entries]
-        heapify(self._last_uses)
+    def _entries(self, samples: Integers) -> list[int]:
+        """Numbers by which the furthest next use comes first."""
+        uses = zip(self._next_uses[samples].tolist(), samples.tolist(), strict=True)
+        return [-(next_use * len(self._offsets) + sample) for next_use, sample in uses]
 
 
 def kept_nbytes(nbytes: int) -> int:

@@ -15,6 +15,7 @@ import io
 import pickle
 import struct
 import sys
+from array import array
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import NoneType
@@ -25,16 +26,14 @@ import numpy.typing as npt
 import torch
 from isal import isal_zlib
 
-from fastensor.data.ring import aligned
+from fastensor.data.ring import ALIGNMENT, aligned
 from fastensor.errors import CorruptSampleError, UnsupportedSampleError
 
 _MAGIC = b"FSV3"
-_HEAD = struct.Struct("=4sIQQQ")
-_CRC32_BEGIN = len(_MAGIC)
-_CRC32_END = _CRC32_BEGIN + 4
-"""The CRC32 is of all bytes from here on."""
-_BLOCK_NBYTES = 256 << 10
-"""Bytes that are copied at a time, so that their CRC32 is computed while the processor's cache has them."""
+_BEGIN = struct.Struct("=4sI")
+"""The magic number, and the CRC32 of all bytes behind this."""
+_SIZES = struct.Struct("=QQQ")
+_HEAD_NBYTES = _BEGIN.size + _SIZES.size
 _ADDRESS_ALIGNMENT = 16
 """Memory begins at a multiple of it: what ``malloc`` gives, and enough for every dtype."""
 _OF_NUMPY = frozenset(
@@ -50,53 +49,45 @@ class Encoded(NamedTuple):
 
     description: bytes
     """The pickle, after the lengths of the buffers."""
-    buffers: tuple[memoryview, ...]
+    buffers: list[memoryview]
     nbytes: int
     """Bytes that :meth:`write_into` needs."""
     as_decoded: bool
     """True if all arrays of the value lie in memory as :func:`decode` makes them: contiguous, aligned and writable."""
 
-    def write_into(self, memory: memoryview, *, checksum: bool = True) -> None:
-        """Write the value into the first :attr:`nbytes` bytes of writable memory.
-
-        Args:
-            checksum: whether to compute the CRC32. Without it, the CRC32 in the memory is 0, and :func:`check` refuses
-                the memory. What is used once, by the process that it is written for, needs none.
+    def write_into(self, memory: memoryview) -> None:
+        """Write the value into the first :attr:`nbytes` bytes of writable memory, with a CRC32 of 0: :func:`check`
+        refuses it. What is used once, by the process that it is written for, needs none.
 
         Raises:
             ValueError: the memory is shorter.
         """
         if len(memory) < self.nbytes:
             raise ValueError(f"the value takes {self.nbytes} bytes, found memory of {len(memory)}")
-        crc32 = end = 0
-        for block in self._blocks():
-            memory[end : end + len(block)] = block
-            if checksum:
-                crc32 = isal_zlib.crc32(block if end else block[_CRC32_END:], crc32)
-            end += len(block)
-        if checksum:
-            struct.pack_into("=I", memory, _CRC32_BEGIN, crc32)
+        _BEGIN.pack_into(memory, 0, _MAGIC, 0)
+        end = _BEGIN.size
+        for piece in self._pieces():
+            memory[end : end + len(piece)] = piece
+            end += len(piece)
 
-    def copied(self) -> memoryview:
-        """The value in memory of its own."""
-        if self.nbytes > _BLOCK_NBYTES:
-            memory = np.empty(self.nbytes, np.uint8).data
-            self.write_into(memory)
-        else:  # takes half the time
-            memory = memoryview(bytearray().join(self._blocks()))
-            struct.pack_into("=I", memory, _CRC32_BEGIN, isal_zlib.crc32(memory[_CRC32_END:]))
-        return memory
+    def checked(self) -> list[bytes | memoryview]:
+        """The bytes of the value in pieces, one behind the other, with their CRC32. Some are of the value's memory: if
+        it changes, :func:`check` refuses them."""
+        pieces, crc32 = self._pieces(), 0
+        for piece in pieces:
+            crc32 = isal_zlib.crc32(piece, crc32)
+        return [_BEGIN.pack(_MAGIC, crc32), *pieces]
 
-    def _blocks(self) -> Iterator[bytes | memoryview]:
-        """All bytes in their order, with a CRC32 of 0. The head is in the first block."""
-        small = _HEAD.pack(_MAGIC, 0, self.nbytes, len(self.description), len(self.buffers)) + self.description
-        end = len(small)
+    def _pieces(self) -> list[bytes | memoryview]:
+        """What the CRC32 is of."""
+        small = _SIZES.pack(self.nbytes, len(self.description), len(self.buffers)) + self.description
+        pieces: list[bytes | memoryview] = []
+        end = _BEGIN.size + len(small)
         for buffer in self.buffers:
-            yield small + bytes(aligned(end) - end)
-            for begin in range(0, len(buffer), _BLOCK_NBYTES):
-                yield buffer[begin : begin + _BLOCK_NBYTES]
-            small, end = b"", aligned(end) + len(buffer)
-        yield small
+            padding = -end % ALIGNMENT
+            pieces += (small + bytes(padding), buffer)
+            small, end = b"", end + padding + len(buffer)
+        return pieces or [small]
 
 
 def encode(value: Any) -> Encoded:
@@ -117,19 +108,7 @@ def encode(value: Any) -> Encoded:
     >>> decode(memory)["label"]
     7
     """
-    pickled = io.BytesIO()
-    pickler = _Pickler(pickled, 5)
-    pickler.fast = True  # an object is pickled as often as it occurs, so the bytes of equal values are equal
-    try:
-        pickler.dump(value)
-    except (ValueError, RecursionError) as error:
-        raise UnsupportedSampleError(f"the sample is nested too deeply, or contains itself: {error}") from error
-    lengths = list(map(len, pickler.buffers))
-    description = struct.pack(f"={len(lengths)}Q", *lengths) + pickled.getbuffer()
-    nbytes = _HEAD.size + len(description)
-    for length in lengths:
-        nbytes = aligned(nbytes) + length
-    return Encoded(description, tuple(pickler.buffers), nbytes, pickler.as_decoded)
+    return Encoder().encode(value)
 
 
 def decode(memory: memoryview) -> Any:
@@ -152,8 +131,8 @@ def decode(memory: memoryview) -> Any:
     address = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
     if address % _ADDRESS_ALIGNMENT:
         raise ValueError(f"memory of samples begins at a multiple of {_ADDRESS_ALIGNMENT}, found {address:#x}")
-    lengths = struct.unpack_from(f"={count}Q", memory, _HEAD.size)
-    begin, end = _HEAD.size + 8 * count, _HEAD.size + description_nbytes
+    lengths = struct.unpack_from(f"={count}Q", memory, _HEAD_NBYTES)
+    begin, end = _HEAD_NBYTES + 8 * count, _HEAD_NBYTES + description_nbytes
     return _Unpickler(io.BytesIO(memory[begin:end]), _buffers(memory[:nbytes], end, lengths)).load()
 
 
@@ -164,18 +143,19 @@ def check(memory: memoryview) -> None:
         CorruptSampleError: the memory does not hold such a value, or one that has changed.
     """
     nbytes = _parsed_head(memory)[0]
-    (expected,) = struct.unpack_from("=I", memory, _CRC32_BEGIN)
-    found = isal_zlib.crc32(memory[_CRC32_END:nbytes])
+    _, expected = _BEGIN.unpack_from(memory)
+    found = isal_zlib.crc32(memory[_BEGIN.size : nbytes])
     if found != expected:
         raise CorruptSampleError(f"{nbytes} bytes of a sample in memory have the CRC32 {found:#x}, not {expected:#x}")
 
 
 def _parsed_head(memory: memoryview) -> tuple[int, int, int]:
     """The bytes of the value, and of its description; the number of its buffers."""
-    if len(memory) < _HEAD.size:
-        raise CorruptSampleError(f"a sample has a head of {_HEAD.size} bytes, found memory of {len(memory)}")
-    magic, _, nbytes, description_nbytes, count = _HEAD.unpack_from(memory)
-    if magic != _MAGIC or not _HEAD.size + 8 * count <= _HEAD.size + description_nbytes <= nbytes <= len(memory):
+    if len(memory) < _HEAD_NBYTES:
+        raise CorruptSampleError(f"a sample has a head of {_HEAD_NBYTES} bytes, found memory of {len(memory)}")
+    magic, _ = _BEGIN.unpack_from(memory)
+    nbytes, description_nbytes, count = _SIZES.unpack_from(memory, _BEGIN.size)
+    if magic != _MAGIC or not _HEAD_NBYTES + 8 * count <= _HEAD_NBYTES + description_nbytes <= nbytes <= len(memory):
         raise CorruptSampleError(
             f"found {magic!r}, a sample of {nbytes} bytes with a description of {description_nbytes}; expected "
             f"{_MAGIC!r}, and no more than the memory's {len(memory)} bytes"
@@ -190,28 +170,48 @@ def _buffers(memory: memoryview, end: int, lengths: tuple[int, ...]) -> Iterator
         yield memory[begin:end]
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles plain data. Refers to tensors, arrays, bytes and named tuples by their parts, and refuses all else."""
+class Encoder(pickle.Pickler):
+    """Encodes values, one after the other: for many, :func:`encode` takes longer.
 
-    def __init__(self, file: io.BytesIO, protocol: int) -> None:
-        super().__init__(file, protocol)
-        self.buffers: list[memoryview] = []
-        self.as_decoded = True
+    Pickles plain data. Refers to tensors, arrays, bytes and named tuples by their parts, and refuses all else.
+    """
+
+    def __init__(self) -> None:
+        self._pickled = io.BytesIO()
+        super().__init__(self._pickled, 5)
+        self.fast = True  # an object is pickled as often as it occurs, so the bytes of equal values are equal
+
+    def encode(self, value: Any) -> Encoded:
+        """See :func:`encode`."""
+        self._buffers: list[memoryview] = []
+        self._as_decoded = True
+        self._pickled.seek(0)
+        self._pickled.truncate()
+        try:
+            self.dump(value)
+        except (ValueError, RecursionError) as error:
+            raise UnsupportedSampleError(f"the sample is nested too deeply, or contains itself: {error}") from error
+        lengths = array("Q", map(len, self._buffers))
+        description = lengths.tobytes() + self._pickled.getvalue()
+        nbytes = _HEAD_NBYTES + len(description)
+        for length in lengths:
+            nbytes += -nbytes % ALIGNMENT + length
+        return Encoded(description, self._buffers, nbytes, self._as_decoded)
 
     def persistent_id(self, value: Any) -> Any:
         kind = type(value)
         if kind in _PLAIN:
             return None
-        if kind is bytes:
-            self.buffers.append(memoryview(value))
-            return (_bytes.__name__,)
-        if kind is torch.Tensor and _is_simple(value):
-            self.buffers.append(_bytes_of_tensor(value))
+        if kind is torch.Tensor and (found := _bytes_of_tensor(value)) is not None:
+            self._buffers.append(found)
             return _tensor_of(value.dtype, value.shape)
+        if kind is bytes:
+            self._buffers.append(memoryview(value))
+            return (_bytes.__name__,)
         if kind in (np.ndarray, np.memmap) and _is_named(value.dtype):
-            self.as_decoded &= value.flags.carray
+            self._as_decoded &= value.flags.carray
             flat = np.ascontiguousarray(value).reshape(-1)
-            self.buffers.append(flat.view(np.uint8).data if len(flat) else memoryview(b""))
+            self._buffers.append(flat.view(np.uint8).data if len(flat) else memoryview(b""))
             return _array_of(value.dtype, value.shape)
         if isinstance(value, np.generic) and _is_named(value.dtype):
             return _scalar.__name__, value.dtype.str, value.tobytes().decode("latin-1")
@@ -261,17 +261,17 @@ def _is_named(dtype: np.dtype[Any]) -> bool:
     return not dtype.hasobject and np.dtype(dtype.str) == dtype
 
 
-def _is_simple(tensor: torch.Tensor) -> bool:
-    """True if dtype, shape and bytes describe a tensor."""
-    dense = tensor.layout is torch.strided and tensor.is_cpu
-    return dense and not tensor.requires_grad and not tensor.is_quantized
-
-
-def _bytes_of_tensor(tensor: torch.Tensor) -> memoryview:
+def _bytes_of_tensor(tensor: torch.Tensor) -> memoryview | None:
+    """None if dtype, shape and bytes do not describe the tensor."""
+    if tensor.dtype in _OF_NUMPY:
+        try:
+            return tensor.numpy().data.cast("B")  # most samples: what follows takes several times as long
+        except (TypeError, RuntimeError):
+            pass
+    if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.requires_grad or tensor.is_quantized:
+        return None
     if not tensor.numel():
         return memoryview(b"")
-    if tensor.dtype in _OF_NUMPY and tensor.is_contiguous() and not tensor.is_neg():
-        return tensor.numpy().data.cast("B")  # most samples: what follows takes several times as long
     flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.unsqueeze(-1).view(torch.uint8).reshape(-1).numpy().data  # the stride of one element may be any
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 from torch.utils.data import default_collate
 
 from fastensor.data.coalescing import Integers
@@ -36,7 +35,8 @@ class Fresh(NamedTuple):
 
     value: Any
     """As the source has given it. It is not changed."""
-    encoded: memoryview
+    pieces: list[bytes | memoryview]
+    """The encoded value. Some are of its memory."""
 
 
 Sample: TypeAlias = memoryview | Fresh | Skipped
@@ -54,11 +54,11 @@ class Found:
     lost: list[int]
     """Places of the samples whose bytes in the cache were damaged. They were read, too."""
 
-    def encoded(self, place: int) -> memoryview:
-        """A sample that is not left out."""
+    def pieces(self, place: int) -> Sequence[bytes | memoryview]:
+        """The bytes of an encoded sample that is not left out, one piece behind the other."""
         sample = self.samples[place]
         assert not isinstance(sample, Skipped)
-        return sample.encoded if isinstance(sample, Fresh) else sample
+        return _pieces_of(sample)
 
 
 def found_samples(
@@ -119,16 +119,18 @@ def read_samples(
 
 def _read_together(contents: UserObjects, positions: Sequence[int], seed: int) -> list[memoryview | Fresh]:
     samples: list[memoryview | Fresh] = []
+    encoder = encoding.Encoder()
     seed_all(seed, *positions)  # a source may draw random numbers
     for position, value in zip(positions, contents.source.read(positions), strict=True):
         if contents.before_cache is not None:
             seed_all(seed, position)
-            value = _named(contents.before_cache, value, f"before_cache, of sample {position}")
-        encoded: encoding.Encoded = _named(encoding.encode, value, f"sample {position}")
+            value = _named(contents.before_cache, value, "before_cache, of sample", position)
+        encoded: encoding.Encoded = _named(encoder.encode, value, "sample", position)
+        sample = Fresh(value, encoded.checked())
         # A value of before_cache is not kept, since that function may use its memory again. Neither are arrays of which
         # torch makes no tensors, such as those with negative strides: those that come out of the cache have none.
         is_kept = contents.before_cache is None and encoded.as_decoded
-        samples.append(Fresh(value, encoded.copied()) if is_kept else encoded.copied())
+        samples.append(sample if is_kept else copied(sample))
     return samples
 
 
@@ -139,6 +141,15 @@ class MadeBatch(NamedTuple):
     """The batch; with ``on_error="skip"`` a tuple, see :attr:`fastensor.provision.engine.Registration.on_error`."""
     skipped: int
     """Samples that were left out."""
+
+
+def copied(sample: memoryview | Fresh) -> memoryview:
+    """An encoded sample in memory of its own."""
+    return memoryview(bytearray().join(_pieces_of(sample)))
+
+
+def _pieces_of(sample: memoryview | Fresh) -> Sequence[bytes | memoryview]:
+    return sample.pieces if isinstance(sample, Fresh) else (sample,)
 
 
 def made_batch(
@@ -168,15 +179,13 @@ def made_batch(
     untouched = served.after_cache is None and collate_fn is None
 
     def prepared(sample: memoryview | Fresh, position: int) -> Any:
-        if isinstance(sample, Fresh):
-            if untouched:
-                return sample.value
-            sample = sample.encoded
-        value = encoding.decode(sample if untouched else _copy(sample))
+        if untouched:
+            return sample.value if isinstance(sample, Fresh) else encoding.decode(sample)
+        value = encoding.decode(copied(sample))
         if served.after_cache is None:
             return value
         seed_all(seed, epoch, position)
-        return _named(served.after_cache, value, f"after_cache, of sample {position}")
+        return _named(served.after_cache, value, "after_cache, of sample", position)
 
     def left_out_or_prepared(sample: Sample, position: int) -> Any:
         if isinstance(sample, Skipped):
@@ -214,14 +223,10 @@ def _is_whole(sample: memoryview) -> bool:
     return True
 
 
-def _copy(sample: memoryview) -> memoryview:
-    return np.array(sample, np.uint8).data
-
-
-def _named(function: Callable[[Any], Any], value: Any, what: str) -> Any:
+def _named(function: Callable[[Any], Any], value: Any, what: str, position: int) -> Any:
     """Call a function of the user; an error says of what."""
     try:
         return function(value)
     except Exception as error:
-        error.add_note(f"This was {what}")
+        error.add_note(f"This was {what} {position}")
         raise
