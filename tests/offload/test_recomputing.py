@@ -333,6 +333,12 @@ class Odd(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.linear = kind, nn.Linear(WIDTH, WIDTH)
+        self.own: Any = {
+            "own generator": lambda: torch.Generator().manual_seed(0),
+            "own random": lambda: random.Random(0),
+            "own numpy": lambda: np.random.default_rng(0),
+        }.get(kind, lambda: None)()
+        self.total = torch.zeros(1)
         if kind == "sparse":
             self.register_buffer("graph", torch.eye(WIDTH).to_sparse())
 
@@ -342,11 +348,23 @@ class Odd(nn.Module):
                 self.linear.weight.clamp_(-0.1, 0.1)
         if self.kind == "sparse":
             x = torch.sparse.mm(self.graph, x.T).T
-        scale = {"random": random.random, "numpy": np.random.random_sample}.get(self.kind, lambda: 1.0)()
-        return x + torch.sigmoid(self.linear(x)) * scale
+        if self.kind == "attribute":
+            self.total += 1
+        scale = {
+            "random": random.random,
+            "numpy": np.random.random_sample,
+            "own generator": lambda: torch.rand(1, generator=self.own),
+            "own random": lambda: self.own.random(),
+            "own numpy": lambda: float(self.own.random()),
+            "attribute": lambda: self.total,
+        }.get(self.kind, lambda: 1.0)()
+        return x + torch.sigmoid(self.linear(x) * scale)
 
 
-@pytest.mark.parametrize("kind", ["clamped", "sparse", "random", "numpy", "inference"])
+@pytest.mark.parametrize(
+    "kind",
+    ["clamped", "sparse", "random", "numpy", "own generator", "own random", "own numpy", "attribute", "inference"],
+)
 def test_what_checkpoint_would_not_bring_back(forced: Any, kind: str) -> None:
     def train_with(offload: Any) -> list[Tensor]:
         torch.manual_seed(0)
@@ -527,11 +545,11 @@ class Failing(Mlp):
     def __init__(self) -> None:
         super().__init__()
         self.error: BaseException | None = None
-        self.calls = 0
+        self.calls = [0]  # a number would be as it was when the block is computed again
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.error is not None and self.calls % 2 == 0:
+        self.calls[0] += 1
+        if self.error is not None and self.calls[0] % 2 == 0:
             raise self.error
         return super().forward(x)
 
@@ -555,7 +573,7 @@ def test_exceptions_in_blocks(forced: Any, kind: type[BaseException], where: str
         loss.backward()
     before = offload.statistics().recomputed
     assert before == 5
-    failing.error, failing.calls = kind("in a block"), 1 if where == "forward" else 0
+    failing.error, failing.calls = kind("in a block"), [1 if where == "forward" else 0]
     caught = pytest.raises(kind, match="in a block")
     with ExitStack() as outside:
         outside.enter_context(caught if not inside else nullcontext())
@@ -733,6 +751,96 @@ def test_buffers_that_nobody_changes_are_not_copied(forced: Any) -> None:
     for one in model[1:]:
         assert len(one.seen) == 2 * STEPS - MEASURED
         assert len(set(one.seen)) == 1
+
+
+class Scaled(nn.Module):
+    """Reads a number, or a tensor that autograd does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.number, self.tensor = nn.Linear(WIDTH, WIDTH), 1.0, torch.ones(WIDTH)
+        self.register_buffer("buffer", torch.ones(WIDTH))
+        self.buffer: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.sigmoid(self.linear(x) * self.number + self.tensor + self.buffer)
+
+    def set(self, what: str, value: float) -> None:
+        if what == "number":
+            self.number = value
+        elif what == "buffer in place":
+            self.buffer.fill_(value)
+        else:
+            setattr(self, what, torch.full((WIDTH,), value))
+
+
+@pytest.mark.parametrize("what", ["number", "tensor", "buffer", "buffer in place"])
+@pytest.mark.parametrize("inputs_leave", [False, True])
+def test_what_changes_between_forward_passes(make: Any, what: str, inputs_leave: bool) -> None:
+    """Each pass is computed again with what it has read, and afterwards everything is as it was."""
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        loss = x.new_zeros(())
+        for value in (1.0, 2.0, 3.0):
+            for one in model:
+                one.set(what, value)
+            loss = loss + plain(model, x)
+        return loss
+
+    def make_model() -> nn.Module:
+        return nn.Sequential(*(Scaled() for _ in range(3)))
+
+    with plans_that_recompute(inputs_leave=inputs_leave):
+        offload = make(schedule=1 << 30, recompute="auto")
+        assert same(train(make_model, offload, run), train(make_model, None, run))
+    assert offload.statistics().recomputed > 0
+
+
+def test_a_large_buffer_that_others_change_in_place_is_found(forced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no copy of it."""
+    monkeypatch.setattr(blocks, "_SMALL_NBYTES", 0)
+    model, offload = nn.Sequential(Scaled(), Scaled()), forced()
+    offload.attach(model)
+    for x in batches(MEASURED + 1):
+        with offload.step():
+            loss = plain(model, x)
+        loss.backward(retain_graph=True)
+    model[1].set("buffer in place", 2.0)  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: 'buffer' of Scaled in '1'"):
+        loss.backward()
+
+
+class Remembering(nn.Module):
+    """Reads what its last pass has kept: a number, and a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.last: Tensor | None = None
+        self.shown: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        found = torch.sigmoid(self.linear(x) * self.calls + (0 if self.last is None else self.last))
+        self.last, self.shown = found.detach().mean(0), found
+        return x + found
+
+
+def test_what_a_pass_keeps_for_the_next_one(forced: Any) -> None:
+    """It is kept once."""
+
+    def make_model() -> nn.Module:
+        return nn.Sequential(*(Remembering() for _ in range(3)))
+
+    offload, made = forced(), list[Any]()
+
+    def made_model() -> nn.Module:
+        made.append(make_model())
+        return made[-1]  # type: ignore[no-any-return]
+
+    assert same(train(made_model, offload), train(make_model, None))
+    assert offload.statistics().recomputed == 3 * (STEPS - MEASURED)
+    assert [one.calls for one in made[0]] == [STEPS] * 3
 
 
 # --- inputs that are changed in place
