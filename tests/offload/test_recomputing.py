@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.distributed.nn.functional import all_reduce
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadError, blocks, planner
 from fastensor.offload.recomputing import predict_with_blocks
@@ -591,6 +592,32 @@ def clone(model: nn.Module) -> nn.Module:
     made.load_state_dict(model.state_dict())
     torch.manual_seed(0)
     return made
+
+
+class Undetermined(nn.Module):
+    """Saves what a list says."""
+
+    def __init__(self, saves_more: list[bool]) -> None:
+        super().__init__()
+        self.linear, self.saves_more = nn.Linear(WIDTH, WIDTH), saves_more
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(x).sigmoid()
+        return found.sin().exp() if self.saves_more[0] else found
+
+
+def test_a_block_that_saves_something_else_is_found(forced: Any) -> None:
+    """By torch's checkpoint."""
+    saves_more = [True]
+    model, offload = nn.Sequential(Undetermined(saves_more), Undetermined(saves_more)), forced()
+    offload.attach(model)
+    for x in batches(MEASURED + 1):
+        with offload.step():
+            loss = plain(model, x)
+        loss.backward(retain_graph=True)
+    saves_more[0] = False
+    with pytest.raises(CheckpointError, match="A different number of tensors was saved"):
+        loss.backward()
 
 
 # --- what blocks read beside their inputs
@@ -1166,6 +1193,8 @@ def test_the_plan_and_the_trace_show_it(make: Any, tmp_path: Path) -> None:
     assert [one.name for one in plan.blocks] == [str(number) for number in range(1, BLOCKS + 1)]
     assert all(one.is_recomputed and one.inputs_leave for one in plan.blocks)
     assert f"{BLOCKS} of {BLOCKS} blocks (1 to {BLOCKS}) can be computed again, and {BLOCKS} of them are" in str(plan)
+    for way in ("keep", "move", "recompute", "recompute, move inputs", "this plan", "twice the batch, planned alike"):
+        assert re.search(rf"\n{way}: .* a step, at most .*B in memory", str(plan)), way
     assert f"{BLOCKS * (STEPS - MEASURED)} blocks computed again" in str(offload.statistics())
     events = [one for one in json.loads(trace.read_text())["traceEvents"] if one["name"] == "recompute"]
     assert [one["args"]["block"] for one in events[:BLOCKS]] == [str(number) for number in range(BLOCKS, 0, -1)]
