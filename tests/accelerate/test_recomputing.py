@@ -1,4 +1,4 @@
-"""Blocks of transformers' models are computed again in its Trainer and in TRL's: the weights are the same."""
+"""Blocks of transformers' models are computed again in its Trainer, TRL's and Lightning's: the weights are the same."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from accelerate import Accelerator
 from recomputing import MEASURED, a_slow_disk, plans_that_recompute
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import fastensor_accelerate
 from fastensor.offload import ActivationOffload, OffloadConfig
 from fastensor_accelerate import FastensorConfig, attach
+from fastensor_lightning import SSDActivationOffload
 
 transformers = pytest.importorskip("transformers")
 
@@ -120,6 +123,39 @@ def test_models_of_transformers_in_its_trainer(
     with plans_that_recompute():
         assert same(train(), expected)
     assert recomputed(capsys) == LAYERS * (STEPS - MEASURED)
+
+
+class InLightning(pl.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Any:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_models_of_transformers_in_lightning(tmp_path: Path, name: str, precision: Any) -> None:
+    def train(*callbacks: pl.Callback) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = MODELS[name]()
+        trainer = pl.Trainer(
+            max_steps=STEPS, accelerator="cpu", precision=precision, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, callbacks=list(callbacks),
+        )  # fmt: skip
+        trainer.fit(InLightning(model), DataLoader(rows(name), batch_size=ROWS))  # type: ignore[arg-type]
+        return weights(model)
+
+    expected = train()
+    callback = SSDActivationOffload(schedule=1 << 30, min_bytes=256, recompute="auto")
+    with plans_that_recompute():
+        assert same(train(callback), expected)
+    assert callback.statistics is not None
+    assert callback.statistics.recomputed == LAYERS * (STEPS - MEASURED)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

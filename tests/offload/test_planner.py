@@ -101,6 +101,7 @@ def test_a_run_that_fits_is_left_alone(make: Any, free: Any) -> None:
     assert offload.memory_usage()["reserved_on_ssd"] == 0
     assert "which fit into memory" in found.in_words(offload.config)
     assert "all fit into" in str(offload.plan())
+    assert re.search(r"\ntwice the batch, planned alike: .* a step, at most .*B in memory", str(offload.plan()))
 
 
 def test_the_first_pass_keeps_what_has_room(make: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.distributed.nn.functional import all_reduce
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from fastensor.offload import ActivationOffload, OffloadConfig, OffloadError, blocks, planner
 from fastensor.offload.recomputing import predict_with_blocks
@@ -333,6 +334,12 @@ class Odd(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.linear = kind, nn.Linear(WIDTH, WIDTH)
+        self.own: Any = {
+            "own generator": lambda: torch.Generator().manual_seed(0),
+            "own random": lambda: random.Random(0),
+            "own numpy": lambda: np.random.default_rng(0),
+        }.get(kind, lambda: None)()
+        self.total = torch.zeros(1)
         if kind == "sparse":
             self.register_buffer("graph", torch.eye(WIDTH).to_sparse())
 
@@ -342,11 +349,23 @@ class Odd(nn.Module):
                 self.linear.weight.clamp_(-0.1, 0.1)
         if self.kind == "sparse":
             x = torch.sparse.mm(self.graph, x.T).T
-        scale = {"random": random.random, "numpy": np.random.random_sample}.get(self.kind, lambda: 1.0)()
-        return x + torch.sigmoid(self.linear(x)) * scale
+        if self.kind == "attribute":
+            self.total += 1
+        scale = {
+            "random": random.random,
+            "numpy": np.random.random_sample,
+            "own generator": lambda: torch.rand(1, generator=self.own),
+            "own random": lambda: self.own.random(),
+            "own numpy": lambda: float(self.own.random()),
+            "attribute": lambda: self.total,
+        }.get(self.kind, lambda: 1.0)()
+        return x + torch.sigmoid(self.linear(x) * scale)
 
 
-@pytest.mark.parametrize("kind", ["clamped", "sparse", "random", "numpy", "inference"])
+@pytest.mark.parametrize(
+    "kind",
+    ["clamped", "sparse", "random", "numpy", "own generator", "own random", "own numpy", "attribute", "inference"],
+)
 def test_what_checkpoint_would_not_bring_back(forced: Any, kind: str) -> None:
     def train_with(offload: Any) -> list[Tensor]:
         torch.manual_seed(0)
@@ -527,11 +546,11 @@ class Failing(Mlp):
     def __init__(self) -> None:
         super().__init__()
         self.error: BaseException | None = None
-        self.calls = 0
+        self.calls = [0]  # a number would be as it was when the block is computed again
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.error is not None and self.calls % 2 == 0:
+        self.calls[0] += 1
+        if self.error is not None and self.calls[0] % 2 == 0:
             raise self.error
         return super().forward(x)
 
@@ -555,7 +574,7 @@ def test_exceptions_in_blocks(forced: Any, kind: type[BaseException], where: str
         loss.backward()
     before = offload.statistics().recomputed
     assert before == 5
-    failing.error, failing.calls = kind("in a block"), 1 if where == "forward" else 0
+    failing.error, failing.calls = kind("in a block"), [1 if where == "forward" else 0]
     caught = pytest.raises(kind, match="in a block")
     with ExitStack() as outside:
         outside.enter_context(caught if not inside else nullcontext())
@@ -573,6 +592,32 @@ def clone(model: nn.Module) -> nn.Module:
     made.load_state_dict(model.state_dict())
     torch.manual_seed(0)
     return made
+
+
+class Undetermined(nn.Module):
+    """Saves what a list says."""
+
+    def __init__(self, saves_more: list[bool]) -> None:
+        super().__init__()
+        self.linear, self.saves_more = nn.Linear(WIDTH, WIDTH), saves_more
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(x).sigmoid()
+        return found.sin().exp() if self.saves_more[0] else found
+
+
+def test_a_block_that_saves_something_else_is_found(forced: Any) -> None:
+    """By torch's checkpoint."""
+    saves_more = [True]
+    model, offload = nn.Sequential(Undetermined(saves_more), Undetermined(saves_more)), forced()
+    offload.attach(model)
+    for x in batches(MEASURED + 1):
+        with offload.step():
+            loss = plain(model, x)
+        loss.backward(retain_graph=True)
+    saves_more[0] = False
+    with pytest.raises(CheckpointError, match="A different number of tensors was saved"):
+        loss.backward()
 
 
 # --- what blocks read beside their inputs
@@ -733,6 +778,96 @@ def test_buffers_that_nobody_changes_are_not_copied(forced: Any) -> None:
     for one in model[1:]:
         assert len(one.seen) == 2 * STEPS - MEASURED
         assert len(set(one.seen)) == 1
+
+
+class Scaled(nn.Module):
+    """Reads a number, or a tensor that autograd does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.number, self.tensor = nn.Linear(WIDTH, WIDTH), 1.0, torch.ones(WIDTH)
+        self.register_buffer("buffer", torch.ones(WIDTH))
+        self.buffer: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.sigmoid(self.linear(x) * self.number + self.tensor + self.buffer)
+
+    def set(self, what: str, value: float) -> None:
+        if what == "number":
+            self.number = value
+        elif what == "buffer in place":
+            self.buffer.fill_(value)
+        else:
+            setattr(self, what, torch.full((WIDTH,), value))
+
+
+@pytest.mark.parametrize("what", ["number", "tensor", "buffer", "buffer in place"])
+@pytest.mark.parametrize("inputs_leave", [False, True])
+def test_what_changes_between_forward_passes(make: Any, what: str, inputs_leave: bool) -> None:
+    """Each pass is computed again with what it has read, and afterwards everything is as it was."""
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        loss = x.new_zeros(())
+        for value in (1.0, 2.0, 3.0):
+            for one in model:
+                one.set(what, value)
+            loss = loss + plain(model, x)
+        return loss
+
+    def make_model() -> nn.Module:
+        return nn.Sequential(*(Scaled() for _ in range(3)))
+
+    with plans_that_recompute(inputs_leave=inputs_leave):
+        offload = make(schedule=1 << 30, recompute="auto")
+        assert same(train(make_model, offload, run), train(make_model, None, run))
+    assert offload.statistics().recomputed > 0
+
+
+def test_a_large_buffer_that_others_change_in_place_is_found(forced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no copy of it."""
+    monkeypatch.setattr(blocks, "_SMALL_NBYTES", 0)
+    model, offload = nn.Sequential(Scaled(), Scaled()), forced()
+    offload.attach(model)
+    for x in batches(MEASURED + 1):
+        with offload.step():
+            loss = plain(model, x)
+        loss.backward(retain_graph=True)
+    model[1].set("buffer in place", 2.0)  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: 'buffer' of Scaled in '1'"):
+        loss.backward()
+
+
+class Remembering(nn.Module):
+    """Reads what its last pass has kept: a number, and a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.last: Tensor | None = None
+        self.shown: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        found = torch.sigmoid(self.linear(x) * self.calls + (0 if self.last is None else self.last))
+        self.last, self.shown = found.detach().mean(0), found
+        return x + found
+
+
+def test_what_a_pass_keeps_for_the_next_one(forced: Any) -> None:
+    """It is kept once."""
+
+    def make_model() -> nn.Module:
+        return nn.Sequential(*(Remembering() for _ in range(3)))
+
+    offload, made = forced(), list[Any]()
+
+    def made_model() -> nn.Module:
+        made.append(make_model())
+        return made[-1]  # type: ignore[no-any-return]
+
+    assert same(train(made_model, offload), train(make_model, None))
+    assert offload.statistics().recomputed == 3 * (STEPS - MEASURED)
+    assert [one.calls for one in made[0]] == [STEPS] * 3
 
 
 # --- inputs that are changed in place
@@ -1058,6 +1193,8 @@ def test_the_plan_and_the_trace_show_it(make: Any, tmp_path: Path) -> None:
     assert [one.name for one in plan.blocks] == [str(number) for number in range(1, BLOCKS + 1)]
     assert all(one.is_recomputed and one.inputs_leave for one in plan.blocks)
     assert f"{BLOCKS} of {BLOCKS} blocks (1 to {BLOCKS}) can be computed again, and {BLOCKS} of them are" in str(plan)
+    for way in ("keep", "move", "recompute", "recompute, move inputs", "this plan", "twice the batch, planned alike"):
+        assert re.search(rf"\n{way}: .* a step, at most .*B in memory", str(plan)), way
     assert f"{BLOCKS * (STEPS - MEASURED)} blocks computed again" in str(offload.statistics())
     events = [one for one in json.loads(trace.read_text())["traceEvents"] if one["name"] == "recompute"]
     assert [one["args"]["block"] for one in events[:BLOCKS]] == [str(number) for number in range(BLOCKS, 0, -1)]

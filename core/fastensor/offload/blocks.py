@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import time
@@ -23,9 +24,11 @@ from fastensor.errors import OffloadError
 from fastensor.files.replacing import replace_attribute
 
 Place: TypeAlias = tuple[nn.Module, str]
-"""A module, and the name of one of its buffers."""
+"""A module, and the name of one of its buffers or attributes."""
 _VALUES = (torch.Tensor, Number, str, bytes, Enum, type, type(None), torch.Size, torch.dtype, torch.device)
-"""Classes of arguments that a block cannot change, but for tensors, whose changes are found."""
+"""Classes of arguments and attributes that a block cannot change, but for tensors, whose changes are found."""
+_OF_TORCH = vars(nn.Module()).keys()
+"""Names of the attributes that each module has."""
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.Module]:
@@ -99,6 +102,20 @@ class RunsBlocks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class _Value:
+    """A buffer, or an attribute, when a forward pass begins."""
+
+    value: Any
+    """A copy of a small buffer, or of one that the forward pass has changed before; of others, the value itself."""
+    itself: Any
+    version: int
+
+    @property
+    def is_copied(self) -> bool:
+        return self.value is not self.itself
+
+
+@dataclass(frozen=True, slots=True)
 class _State:
     """What a forward pass of a block depends on, beside its arguments, when it begins."""
 
@@ -106,8 +123,7 @@ class _State:
     """Training or evaluation mode of each module: True in training."""
     versions: tuple[tuple[int, int], ...]
     """The identity and version of each parameter."""
-    buffers: Mapping[Place, torch.Tensor]
-    """Copies of small ones, and of those that the forward pass has changed before, and the others themselves."""
+    values: Mapping[Place, _Value]
 
 
 class BlockForward:
@@ -125,12 +141,13 @@ class BlockForward:
         self.forward = self.__wrapped__ = module.forward  # whose signature is this one's for inspect
         self.is_pure = True
         """False if the forward pass, or what came after it, has changed an input in place; if the forward pass has
-        changed a parameter in place, or drawn from Python's or NumPy's generator; or if it has communicated with other
-        processes, of which not each may compute it again."""
+        changed a parameter, or a tensor that is an attribute, in place, or drawn from a generator that torch's
+        checkpoint does not bring back; or if it has communicated with other processes, of which not each may compute it
+        again."""
         self._module = module
         self._current = current
         self._changing: dict[tuple[bool, ...], set[Place]] = {}
-        """The buffers that forward passes have changed so far, by the modes of the modules."""
+        """The buffers and attributes that forward passes have changed so far, by the modes of the modules."""
         self._is_removed = False
         self._undo = replace_attribute(module, "forward", self)
 
@@ -155,31 +172,32 @@ class BlockForward:
         return self.is_pure and _modes(self._modules()) in self._changing
 
     def run(self, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """Run the forward pass, and note which buffers it changes, and whether it communicates."""
+        """Run the forward pass, and note which buffers and attributes it changes, and whether it communicates."""
         return self._run(self._modules(), args, options)
 
     def _run(self, modules: Sequence[nn.Module], args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         outside = _outside(modules)
         known = self._changing.get(modes := _modes(modules))
-        before = _buffers(modules)
-        copies = {place: one.clone() if known is None else one for place, one in before.items()}
+        before = _values(modules)
+        copies = {place: _copied(place, one) if known is None else one for place, one in before.items()}
         versions = {place: _version(one) for place, one in before.items()}
         result = self.forward(*args, **options)
-        after = _buffers(modules)
-        same = {
+        after = _values(modules)
+        there = {place for place, one in before.items() if place in after and after[place] is one}
+        in_place = {
             place
-            for place, one in after.items()
-            if before.get(place) is one and versions[place] == _version(one) and _equal(copies[place], one)
+            for place in there
+            if versions[place] != _version(before[place]) or not _equal(copies[place], before[place])
         }
-        self._changing[modes] = (known or set()) | (before.keys() - same)
-        self.is_pure &= _outside(modules) == outside
+        self._changing[modes] = (known or set()) | (before.keys() - there) | in_place
+        self.is_pure &= _outside(modules) == outside and all(map(_is_buffer, in_place))
         return result
 
     def run_for_inputs(
         self, args: Sequence[Any], options: Mapping[str, Any], note: Callable[[str, float], None]
     ) -> Any:
         """Run the forward pass so that it saves its inputs only, and is computed again in the backward pass, by torch's
-        non-reentrant checkpoint. Buffers change once.
+        non-reentrant checkpoint. Buffers and attributes change once.
 
         Args:
             args: of the forward pass.
@@ -189,7 +207,8 @@ class BlockForward:
         Raises:
             OffloadError: the forward pass has changed a large buffer in place that it had never changed before, and may
                 have read.
-            RuntimeError: in the backward pass, if a parameter was changed in place, or replaced.
+            RuntimeError: in the backward pass, if a parameter or a large buffer was changed in place, or a parameter
+                was replaced.
         """
         leaves, form = tree_flatten((tuple(args), dict(options)))
         places = [index for index, one in enumerate(leaves) if isinstance(one, torch.Tensor)]
@@ -212,21 +231,26 @@ class BlockForward:
         return checkpoint(forward, *tensors, use_reentrant=False)
 
     def _state(self, modules: Sequence[nn.Module]) -> _State:
-        changing = self._changing[modes := _modes(modules)]
-        buffers = {
-            place: one.clone() if place in changing or (_is_dense(one) and one.nbytes <= _SMALL_NBYTES) else one
-            for place, one in _buffers(modules).items()
+        changing = self._all_changing()
+        values = {
+            place: _Value(
+                _copied(place, one) if place in changing or (_is_dense(one) and one.nbytes <= _SMALL_NBYTES) else one,
+                one,
+                _version(one),
+            )
+            for place, one in _values(modules).items()
         }
-        return _State(modes, _versions(modules), buffers)
+        return _State(_modes(modules), _versions(modules), values)
 
     def _run_first(
         self, modules: Sequence[nn.Module], state: _State, args: Sequence[Any], options: Mapping[str, Any]
     ) -> Any:
-        known = self._changing[state.modes]
+        known = self._all_changing()
         result = self._run(modules, args, options)
-        after = _buffers(modules)
-        for module, name in self._changing[state.modes] - known:
-            if after.get((module, name)) is state.buffers[module, name]:
+        after = _values(modules)
+        for module, name in self._all_changing() - known:
+            one = state.values[module, name]
+            if after.get((module, name)) is one.value is not None:
                 raise OffloadError(
                     f"block {self.name!r} has changed the buffer {name!r} of {type(module).__name__} in place for the "
                     "first time, in a step in which it is to be computed again, for which the buffer's values from "
@@ -234,53 +258,102 @@ class BlockForward:
                 )
         return result
 
+    def _all_changing(self) -> set[Place]:
+        """The buffers and attributes that forward passes have changed so far, in any modes."""
+        return set[Place]().union(*self._changing.values())
+
     @contextmanager
     def _as_it_was(self, state: _State) -> Iterator[None]:
-        """Have buffers and modes as they were before the forward pass, and then as they are now.
+        """Have buffers, attributes and modes as they were before the forward pass, and then as they are now.
 
         Raises:
-            RuntimeError: a parameter was changed in place, or replaced.
+            RuntimeError: a parameter, or a buffer of which there is no copy, was changed in place; or a parameter was
+                replaced.
         """
-        modules, changing = self._modules(), self._changing[state.modes]
+        modules, changing = self._modules(), self._all_changing()
         if _versions(modules) != state.versions:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation, or "
                 f"replaced (torch.func.functional_call): a parameter of {self.name!r}, which is computed again "
                 "(recompute in fastensor's OffloadConfig)"
             )
-        modes, buffers = _modes(modules), _buffers(modules)
+        others = {
+            place: one
+            for place, one in state.values.items()
+            if place in changing or _get(place) is not one.itself or _version(one.itself) != one.version
+        }
+        for (module, name), one in others.items():
+            if not one.is_copied and _version(one.itself) != one.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"{name!r} of {type(module).__name__} in {self.name!r}, which is computed again (recompute in "
+                    "fastensor's OffloadConfig)"
+                )
+        modes, now = _modes(modules), {place: _get(place) for place in others}
         try:
             _set_modes(modules, state.modes)
-            _set_buffers({place: state.buffers[place].clone() for place in changing & state.buffers.keys()})
+            for place, one in others.items():
+                _set(place, one.value.clone() if one.is_copied else one.value)
             yield
         finally:
             _set_modes(modules, modes)
-            _set_buffers({place: buffers[place] for place in changing & buffers.keys()})
+            for place, value in now.items():
+                _set(place, value)
 
     def _modules(self) -> tuple[nn.Module, ...]:
         """The block, and the modules in it now."""
         return tuple(self._module.modules())
 
 
-def _buffers(modules: Iterable[nn.Module]) -> dict[Place, torch.Tensor]:
-    named = ((module, name, value) for module in modules for name, value in module._buffers.items())
-    return {(module, name): value for module, name, value in named if value is not None and not is_lazy(value)}
+def _values(modules: Iterable[nn.Module]) -> dict[Place, Any]:
+    """What modules have, beside parameters, that forward passes may read and change: buffers; and attributes that are
+    numbers and the like, or tensors without gradients. Those with gradients would keep graphs alive."""
+    found = dict[Place, Any]()
+    for module in modules:
+        found.update({(module, name): one for name, one in module._buffers.items() if one is None or not is_lazy(one)})
+        for name, one in _attributes(module):
+            if isinstance(one, _VALUES) and not (isinstance(one, torch.Tensor) and (one.requires_grad or is_lazy(one))):
+                found[module, name] = one
+    return found
 
 
-def _equal(copy: torch.Tensor, now: torch.Tensor) -> bool:
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The names and values of those that not each module has."""
+    return ((name, one) for name, one in tuple(vars(module).items()) if name not in _OF_TORCH)
+
+
+def _is_buffer(place: Place) -> bool:
+    module, name = place
+    return name in module._buffers
+
+
+def _get(place: Place) -> Any:
+    module, name = place
+    return module._buffers[name] if _is_buffer(place) else vars(module).get(name)
+
+
+def _set(place: Place, value: Any) -> None:
+    module, name = place
+    if _is_buffer(place):
+        module._buffers[name] = value
+    else:
+        vars(module)[name] = value
+
+
+def _copied(place: Place, value: Any) -> Any:
+    """A copy of a buffer, or else the value: attributes that are tensors are replaced, or the block is left alone."""
+    return value.clone() if isinstance(value, torch.Tensor) and _is_buffer(place) else value
+
+
+def _equal(copy: Any, now: Any) -> bool:
     """True if a buffer has the values of its copy, or there is none. Batch norms change theirs without counting it; of
     others than dense tensors, what is counted counts."""
     return copy is now or not _is_dense(now) or torch.equal(copy, now)
 
 
-def _is_dense(buffer: torch.Tensor) -> bool:
-    is_plain = type(buffer) in (torch.Tensor, nn.Buffer) and not (buffer.is_meta or buffer.is_nested)
-    return is_plain and buffer.layout is torch.strided
-
-
-def _set_buffers(values: Mapping[Place, torch.Tensor]) -> None:
-    for (module, name), value in values.items():
-        module._buffers[name] = value
+def _is_dense(value: Any) -> bool:
+    is_plain = type(value) in (torch.Tensor, nn.Buffer) and not (value.is_meta or value.is_nested)
+    return is_plain and value.layout is torch.strided
 
 
 def _modes(modules: Iterable[nn.Module]) -> tuple[bool, ...]:
@@ -298,9 +371,10 @@ def _versions(modules: Iterable[nn.Module]) -> tuple[tuple[int, int], ...]:
     return tuple((id(one), _version(one)) for one in parameters)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    """The number of a tensor's in-place changes. Nobody counts those of inference tensors."""
-    return 0 if tensor.is_inference() else tensor._version
+def _version(value: Any) -> int:
+    """The number of a tensor's in-place changes. Nobody counts those of inference tensors, and other values have
+    none."""
+    return 0 if not isinstance(value, torch.Tensor) or value.is_inference() else value._version
 
 
 def _replaced(values: Sequence[Any], others: Iterable[tuple[int, Any]]) -> list[Any]:
@@ -313,11 +387,17 @@ def _replaced(values: Sequence[Any], others: Iterable[tuple[int, Any]]) -> list[
 
 def _outside(modules: Iterable[nn.Module]) -> tuple[object, ...]:
     """What a forward pass that can be computed again leaves as it is, beside its inputs: parameters, the generators of
-    Python and NumPy, which torch's checkpoint does not bring back, and other processes."""
+    Python and NumPy and those of the modules, which torch's checkpoint does not bring back, and other processes."""
     numpy: Any = sys.modules.get("numpy")
     state = {} if numpy is None else numpy.random.get_state(legacy=False)["state"]
     drawn = tuple(one.tobytes() if hasattr(one, "tobytes") else one for one in state.values())
-    return _versions(modules), random.getstate(), drawn, _communications()
+    kinds = (
+        random.Random,
+        torch.Generator,
+        *(() if numpy is None else (numpy.random.Generator, numpy.random.RandomState)),
+    )
+    own = [pickle.dumps(one) for module in modules for _, one in _attributes(module) if isinstance(one, kinds)]
+    return _versions(modules), random.getstate(), drawn, own, _communications()
 
 
 def _communications() -> tuple[int, ...] | object:

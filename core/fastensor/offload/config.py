@@ -102,8 +102,9 @@ class OffloadConfig:
     The schedule decides for each block, by the measured times of the first passes, whether what it saves stays, leaves,
     or is computed again, and whether the inputs of such a block stay or leave. Nothing is computed again if everything
     fits, or with ``"all"``. It is done by torch's non-reentrant checkpoint (``torch.utils.checkpoint``): gradients are
-    the same to the last bit, dropout included, and buffers (statistics of batch norms) change once. What a block does
-    besides happens twice: do not name blocks that count in Python, or append losses to a list of theirs.
+    the same to the last bit, dropout included. Buffers (statistics of batch norms), and attributes that are numbers,
+    texts or tensors without gradients, are then as they were in the forward pass, and change once. What a block does
+    besides happens twice: do not name blocks that append losses to a list of theirs.
 
     Left alone are blocks that change an input in place, or whose input is changed in place afterwards; that get objects
     which they may change, such as caches; in which processes wait for each other; and those inside of what

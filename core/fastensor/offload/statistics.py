@@ -429,13 +429,14 @@ class PlanReport:
         yield found
 
     def _other_ways(self) -> Iterator[str]:
-        """What each way costs, and a larger batch, unless all stays."""
-        if not (self.offloaded_bytes or self.recomputed_bytes):
-            return
-        for name, one in {**self.ways, "this plan": self.prediction}.items():
-            yield f"{name}: {human_seconds(one.step_seconds)} a step, at most {human_size(one.peak_bytes)} in memory"
+        """What each way costs, unless all stays, and a larger batch."""
+        costs = dict[str, Prediction]()
+        if self.offloaded_bytes or self.recomputed_bytes:
+            costs |= {**self.ways, "this plan": self.prediction}
         if self.twice is not None:
-            yield f"twice the batch, planned alike: {human_seconds(self.twice.step_seconds)} a step"
+            costs["twice the batch, planned alike"] = self.twice
+        for name, one in costs.items():
+            yield f"{name}: {human_seconds(one.step_seconds)} a step, at most {human_size(one.peak_bytes)} in memory"
 
     def _what_stays(self) -> str:
         kept, limit = human_size(self.kept_bytes), human_size(self.limit_bytes)
