@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 from fastensor.errors import CorruptSampleError, UnsupportedSampleError
-from fastensor.provision.encoding import check, decode, encode
+from fastensor.provision.encoding import Encoder, check, decode, encode
 
 
 class Pair(NamedTuple):
@@ -225,6 +225,19 @@ def test_equal_values_have_equal_bytes() -> None:
     """Whether parts of them are the same object or not. The fingerprints of datasets rely on it."""
     text = "".join(["a", "b"])
     assert encode([text, text, {"x": text}]) == encode(["".join(["a", "b"]), "ab", {"x": "ab"}])
+
+
+@given(st.lists(VALUES, max_size=4))
+def test_values_that_are_encoded_one_after_the_other_have_the_same_bytes(values: list[Any]) -> None:
+    """Also after one that was refused: in the middle, or within so many lists that the pickler looks for cycles."""
+    encoder, deep = Encoder(), [1, set[int]()]
+    for _ in range(60):
+        deep = [deep]
+    for value in values:
+        assert encoder.encode(value) == encode(value)
+        for refused in ([value, set[int]()], deep):
+            with pytest.raises(UnsupportedSampleError, match="set"):
+                encoder.encode(refused)
 
 
 OTHERS: list[tuple[Any, str]] = [

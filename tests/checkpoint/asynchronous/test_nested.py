@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -60,6 +62,24 @@ def test_the_interrupted_save_goes_on(tmp_path: Path, interrupted_sync: Any) -> 
     assert os.listdir(tmp_path) == ["x"]
     assert reports[0].durable
     assert "a signal handler" in reports[0].reason
+
+
+IMPORTS_NOTHING = """
+import sys, torch, fastensor
+
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        assert not name.startswith("fastensor"), name
+
+fastensor.save
+sys.meta_path.insert(0, Refuses())
+assert fastensor.save({"w": torch.ones(3)}, sys.argv[1]).backend == "numpy"
+"""
+
+
+def test_a_save_of_a_handler_needs_no_import_that_it_may_have_interrupted(tmp_path: Path) -> None:
+    """A load that is the first one imports the same backend."""
+    subprocess.run([sys.executable, "-c", IMPORTS_NOTHING, str(tmp_path / "x.ckpt")], check=True, timeout=120)
 
 
 def test_a_file_that_is_written_in_place_refuses_the_handler(tmp_path: Path, interrupted_sync: Any) -> None:

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, TypeAlias
 
 from fastensor.backends import registry, stream
+from fastensor.backends.numpy import NumpyBackend  # here, since a signal handler may interrupt a later import
 from fastensor.backends.registry import Fallback, can_write, record_fallback
 from fastensor.checkpoint.location import Location, RemotePath, Target, locate, name_of
 from fastensor.checkpoint.nested import is_nested
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 _ONLY_TORCH = "it could not be laid out without torch"
 _FAILED = "the save failed"
 _NESTED = "a signal handler or a callback saves inside of other work of Fastensor"
-_NEEDS_NO_THREAD = "numpy"
+_NEEDS_NO_THREAD = NumpyBackend.name
 """The backend of nested saves."""
 
 
