@@ -48,6 +48,22 @@ def resnet(blocks: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3), nn.ReLU(), nn.MaxPool2d(3, 2, 1), *parts, nn.AdaptiveAvgPool2d(1))
 
 
+class OfTransformers(nn.Module):
+    """A model of transformers with random weights, of vectors in place of words."""
+
+    def __init__(self, kind: str, **sizes: Any) -> None:
+        import transformers
+
+        super().__init__()
+        config = getattr(transformers, f"{kind}Config")(vocab_size=8, **sizes)
+        self.body = getattr(transformers, f"{kind}Model")(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.body(inputs_embeds=x, use_cache=False).last_hidden_state
+        return found
+
+
+_DECODER = {"num_attention_heads": 8, "num_key_value_heads": 4}
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "transformer encoder": lambda: (encoder(6, 512, 8, 2048), torch.randn(8, 256, 512)),
     "BERT-base": lambda: (encoder(12, 768, 12, 3072), torch.randn(4, 128, 768)),
@@ -59,6 +75,16 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
         )
         for batch in (4, 8, 16)
     },
+    "Llama": lambda: (
+        OfTransformers("Llama", hidden_size=512, num_hidden_layers=12, intermediate_size=1408, **_DECODER),
+        torch.randn(4, 256, 512),
+    ),
+    "Mixtral": lambda: (
+        OfTransformers(
+            "Mixtral", hidden_size=384, num_hidden_layers=8, intermediate_size=768, num_local_experts=4, **_DECODER
+        ),
+        torch.randn(4, 256, 384),
+    ),
     "tiny": lambda: (encoder(2, 64, 4, 128), torch.randn(8, 32, 64)),
 }
 
@@ -202,6 +228,8 @@ def checkpoint_blocks(net: nn.Module) -> None:
     """Have each block of a model save its input only, and be computed again in the backward pass."""
     for block in [one for one in net.modules() if isinstance(one, Residual | nn.TransformerEncoderLayer)]:
         checkpoint_module(block)
+    if isinstance(net, OfTransformers):
+        checkpoint_each(net.body.layers)
 
 
 def checkpoint_each(net: nn.Module) -> None:
