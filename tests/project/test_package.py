@@ -76,7 +76,7 @@ def test_importing_loads_nothing_heavy() -> None:
 FIRST_CALLS = {
     "load .safetensors": ("fastensor.load('x.safetensors')", 38),
     "load .ckpt": ("fastensor.load('x.ckpt')", 41),
-    "save": ("fastensor.save({'weight': torch.ones(1 << 20)}, 'y.ckpt')", 60),
+    "save": ("fastensor.save({'weight': torch.ones(1 << 20)}, 'y.ckpt')", 61),
 }
 """Calls, and the most modules of ours that a process imports for it, with those of ``import fastensor``."""
 
