@@ -736,7 +736,7 @@ def test_a_large_buffer_that_is_changed_in_place_late(forced: Any, monkeypatch: 
         loss.backward()
     for one in model:
         one.calls = MEASURED + 1
-    with pytest.raises(OffloadError, match=r"block '0' has changed the buffer 'scale' of Counting .* first time"):  # noqa: SIM117
+    with pytest.raises(OffloadError, match=r"block '0' has changed 'scale' of Counting .* first time"):  # noqa: SIM117
         with offload.step():
             plain(model, batches()[3])
     for one in model:
@@ -795,13 +795,13 @@ class Scaled(nn.Module):
     def set(self, what: str, value: float) -> None:
         if what == "number":
             self.number = value
-        elif what == "buffer in place":
-            self.buffer.fill_(value)
+        elif what.endswith(" in place"):
+            getattr(self, what.removesuffix(" in place")).fill_(value)
         else:
             setattr(self, what, torch.full((WIDTH,), value))
 
 
-@pytest.mark.parametrize("what", ["number", "tensor", "buffer", "buffer in place"])
+@pytest.mark.parametrize("what", ["number", "tensor", "tensor in place", "buffer", "buffer in place"])
 @pytest.mark.parametrize("inputs_leave", [False, True])
 def test_what_changes_between_forward_passes(make: Any, what: str, inputs_leave: bool) -> None:
     """Each pass is computed again with what it has read, and afterwards everything is as it was."""
@@ -823,7 +823,10 @@ def test_what_changes_between_forward_passes(make: Any, what: str, inputs_leave:
     assert offload.statistics().recomputed > 0
 
 
-def test_a_large_buffer_that_others_change_in_place_is_found(forced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["buffer", "tensor"])
+def test_a_large_tensor_that_others_change_in_place_is_found(
+    forced: Any, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     """There is no copy of it."""
     monkeypatch.setattr(blocks, "_SMALL_NBYTES", 0)
     model, offload = nn.Sequential(Scaled(), Scaled()), forced()
@@ -832,8 +835,8 @@ def test_a_large_buffer_that_others_change_in_place_is_found(forced: Any, monkey
         with offload.step():
             loss = plain(model, x)
         loss.backward(retain_graph=True)
-    model[1].set("buffer in place", 2.0)  # type: ignore[operator]
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: 'buffer' of Scaled in '1'"):
+    model[1].set(f"{what} in place", 2.0)  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=rf"modified by an inplace operation: '{what}' of Scaled in '1'"):
         loss.backward()
 
 
@@ -854,7 +857,7 @@ class Remembering(nn.Module):
 
 
 def test_what_a_pass_keeps_for_the_next_one(forced: Any) -> None:
-    """It is kept once."""
+    """Counters and last results are as the forward passes have left them."""
 
     def make_model() -> nn.Module:
         return nn.Sequential(*(Remembering() for _ in range(3)))
@@ -868,6 +871,94 @@ def test_what_a_pass_keeps_for_the_next_one(forced: Any) -> None:
     assert same(train(made_model, offload), train(make_model, None))
     assert offload.statistics().recomputed == 3 * (STEPS - MEASURED)
     assert [one.calls for one in made[0]] == [STEPS] * 3
+
+
+class Used(nn.Module):
+    """Uses up what somebody has given it: an attribute, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale: Any
+        self.shift: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = x + torch.sigmoid(self.linear(x) * self.scale + self.shift)
+        del self.scale, self.shift
+        return found
+
+
+def test_what_a_pass_deletes_is_gone_when_it_has_been_computed_again(forced: Any) -> None:
+    made = list[Any]()
+
+    def make_model() -> nn.Module:
+        made[:] = [Used() for _ in range(3)]
+        return nn.Sequential(*made)
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        for number, one in enumerate(model):
+            one.scale = 0.5 + number
+            one.register_buffer("shift", torch.full((WIDTH,), float(number)))
+        return plain(model, x)
+
+    offload = forced()
+    assert same(train(make_model, offload, run), train(make_model, None, run))
+    assert offload.statistics().recomputed == 3 * (STEPS - MEASURED)
+    for one in made:
+        assert not hasattr(one, "scale")
+        assert not hasattr(one, "shift")
+        one.register_buffer("shift", None)
+
+
+class Normed(nn.Module):
+    """Has the statistics of a batch norm in attributes, whose changes autograd does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mean, self.var = nn.Linear(WIDTH, WIDTH), torch.zeros(WIDTH), torch.ones(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(functional.batch_norm(self.linear(x), self.mean, self.var, training=True))
+
+
+def test_attributes_whose_changes_nobody_counts(forced: Any) -> None:
+    """Such blocks are left alone."""
+    made = list[Any]()
+
+    def make_model() -> nn.Module:
+        made.append(nn.Sequential(Normed(), Normed()))
+        return made[-1]  # type: ignore[no-any-return]
+
+    offload = forced()
+    assert same(train(make_model, offload), train(make_model, None))
+    assert offload.statistics().recomputed == 0
+    for ours, other in zip(*made, strict=True):
+        assert torch.equal(ours.mean, other.mean)
+        assert torch.equal(ours.var, other.var)
+
+
+GENERATORS: dict[str, Callable[[], Any]] = {
+    "torch": torch.Generator,
+    "Python": random.Random,
+    "NumPy": np.random.default_rng,
+    "NumPy, MT19937": lambda: np.random.Generator(np.random.MT19937(0)),
+    "NumPy, as before": np.random.RandomState,
+}
+
+
+@pytest.mark.parametrize("kind", [*GENERATORS, "the system"])
+def test_a_generator_that_a_block_has_and_does_not_use(forced: Any, kind: str) -> None:
+    """It forbids nothing, unless it has no state that could be compared."""
+
+    def make_model() -> nn.Module:
+        model = nn.Sequential(Scaled(), Scaled())
+        for one in model:
+            one.own = GENERATORS.get(kind, random.SystemRandom)()  # type: ignore[assignment]
+        return model
+
+    offload = forced()
+    assert same(train(make_model, offload), train(make_model, None))
+    assert offload.statistics().recomputed == (0 if kind == "the system" else 2 * (STEPS - MEASURED))
 
 
 # --- inputs that are changed in place

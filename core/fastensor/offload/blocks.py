@@ -29,6 +29,8 @@ _VALUES = (torch.Tensor, Number, str, bytes, Enum, type, type(None), torch.Size,
 """Classes of arguments and attributes that a block cannot change, but for tensors, whose changes are found."""
 _OF_TORCH = vars(nn.Module()).keys()
 """Names of the attributes that each module has."""
+_MISSING = object()
+"""In place of an attribute that is not there."""
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.Module]:
@@ -90,8 +92,8 @@ def inputs_of(args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[list[t
 
 
 _SMALL_NBYTES = 64 << 10
-"""Buffers of no more bytes are copied before a block runs that is computed again: it may change them for the first
-time."""
+"""Buffers, and tensors that are attributes, of no more bytes are copied before a block runs that is computed again: it,
+or others, may change them."""
 
 
 class RunsBlocks(Protocol):
@@ -105,10 +107,14 @@ class RunsBlocks(Protocol):
 class _Value:
     """A buffer, or an attribute, when a forward pass begins."""
 
+    home: dict[str, Any]
+    """The dict of the module that has it by its name."""
     value: Any
-    """A copy of a small buffer, or of one that the forward pass has changed before; of others, the value itself."""
+    """A copy of a small tensor, or of a buffer that the forward pass has changed before; else the object itself."""
     itself: Any
+    """The object."""
     version: int
+    """The number of its in-place changes."""
 
     @property
     def is_copied(self) -> bool:
@@ -168,7 +174,7 @@ class BlockForward:
 
     @property
     def can_be_recomputed(self) -> bool:
-        """True if nothing forbids it, and it is known which buffers the forward pass changes."""
+        """True if nothing forbids it, and it is known which buffers and attributes the forward pass changes."""
         return self.is_pure and _modes(self._modules()) in self._changing
 
     def run(self, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
@@ -179,7 +185,7 @@ class BlockForward:
         outside = _outside(modules)
         known = self._changing.get(modes := _modes(modules))
         before = _values(modules)
-        copies = {place: _copied(place, one) if known is None else one for place, one in before.items()}
+        copies = {place: one.clone() if known is None and _is_dense(one) else one for place, one in before.items()}
         versions = {place: _version(one) for place, one in before.items()}
         result = self.forward(*args, **options)
         after = _values(modules)
@@ -205,10 +211,10 @@ class BlockForward:
             note: is told the name of the block, and when it began to be computed again.
 
         Raises:
-            OffloadError: the forward pass has changed a large buffer in place that it had never changed before, and may
-                have read.
-            RuntimeError: in the backward pass, if a parameter or a large buffer was changed in place, or a parameter
-                was replaced.
+            OffloadError: the forward pass has changed a large buffer or attribute in place that it had never changed
+                before, and may have read.
+            RuntimeError: in the backward pass, if a parameter, or a large buffer or attribute, was changed in place, or
+                a parameter was replaced.
         """
         leaves, form = tree_flatten((tuple(args), dict(options)))
         places = [index for index, one in enumerate(leaves) if isinstance(one, torch.Tensor)]
@@ -231,15 +237,13 @@ class BlockForward:
         return checkpoint(forward, *tensors, use_reentrant=False)
 
     def _state(self, modules: Sequence[nn.Module]) -> _State:
-        changing = self._all_changing()
-        values = {
-            place: _Value(
-                _copied(place, one) if place in changing or (_is_dense(one) and one.nbytes <= _SMALL_NBYTES) else one,
-                one,
-                _version(one),
-            )
-            for place, one in _values(modules).items()
-        }
+        changing, values = self._all_changing(), dict[Place, _Value]()
+        for (module, name), one in _values(modules).items():
+            is_buffer = _is_buffer((module, name))
+            is_small = _is_dense(one) and one.nbytes <= _SMALL_NBYTES
+            is_copied = is_small or (is_buffer and one is not None and (module, name) in changing)
+            home = module._buffers if is_buffer else vars(module)
+            values[module, name] = _Value(home, one.clone() if is_copied else one, one, _version(one))
         return _State(_modes(modules), _versions(modules), values)
 
     def _run_first(
@@ -252,9 +256,9 @@ class BlockForward:
             one = state.values[module, name]
             if after.get((module, name)) is one.value is not None:
                 raise OffloadError(
-                    f"block {self.name!r} has changed the buffer {name!r} of {type(module).__name__} in place for the "
-                    "first time, in a step in which it is to be computed again, for which the buffer's values from "
-                    "before are gone. Name blocks that do no such thing by recompute=(...)"
+                    f"block {self.name!r} has changed {name!r} of {type(module).__name__} in place for the first time, "
+                    "in a step in which it is to be computed again, for which the values from before are gone. Name "
+                    "blocks that do no such thing by recompute=(...)"
                 )
         return result
 
@@ -267,8 +271,8 @@ class BlockForward:
         """Have buffers, attributes and modes as they were before the forward pass, and then as they are now.
 
         Raises:
-            RuntimeError: a parameter, or a buffer of which there is no copy, was changed in place; or a parameter was
-                replaced.
+            RuntimeError: a parameter, or a buffer or attribute of which there is no copy, was changed in place; or a
+                parameter was replaced.
         """
         modules, changing = self._modules(), self._all_changing()
         if _versions(modules) != state.versions:
@@ -278,9 +282,11 @@ class BlockForward:
                 "(recompute in fastensor's OffloadConfig)"
             )
         others = {
-            place: one
-            for place, one in state.values.items()
-            if place in changing or _get(place) is not one.itself or _version(one.itself) != one.version
+            (module, name): one
+            for (module, name), one in state.values.items()
+            if (module, name) in changing
+            or one.home.get(name, _MISSING) is not one.itself
+            or _version(one.itself) != one.version
         }
         for (module, name), one in others.items():
             if not one.is_copied and _version(one.itself) != one.version:
@@ -289,16 +295,19 @@ class BlockForward:
                     f"{name!r} of {type(module).__name__} in {self.name!r}, which is computed again (recompute in "
                     "fastensor's OffloadConfig)"
                 )
-        modes, now = _modes(modules), {place: _get(place) for place in others}
+        modes = _modes(modules)
+        now = [(one.home, name, one.home.get(name, _MISSING)) for (_, name), one in others.items()]
         try:
             _set_modes(modules, state.modes)
-            for place, one in others.items():
-                _set(place, one.value.clone() if one.is_copied else one.value)
+            for (_, name), one in others.items():
+                one.home[name] = one.value.clone() if one.is_copied else one.value
             yield
         finally:
             _set_modes(modules, modes)
-            for place, value in now.items():
-                _set(place, value)
+            for home, name, value in now:
+                home[name] = value
+                if value is _MISSING:
+                    del home[name]
 
     def _modules(self) -> tuple[nn.Module, ...]:
         """The block, and the modules in it now."""
@@ -318,7 +327,7 @@ def _values(modules: Iterable[nn.Module]) -> dict[Place, Any]:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The names and values of those that not each module has."""
+    """Names and values of the attributes that a module has beside those of every module."""
     return ((name, one) for name, one in tuple(vars(module).items()) if name not in _OF_TORCH)
 
 
@@ -327,26 +336,8 @@ def _is_buffer(place: Place) -> bool:
     return name in module._buffers
 
 
-def _get(place: Place) -> Any:
-    module, name = place
-    return module._buffers[name] if _is_buffer(place) else vars(module).get(name)
-
-
-def _set(place: Place, value: Any) -> None:
-    module, name = place
-    if _is_buffer(place):
-        module._buffers[name] = value
-    else:
-        vars(module)[name] = value
-
-
-def _copied(place: Place, value: Any) -> Any:
-    """A copy of a buffer, or else the value: attributes that are tensors are replaced, or the block is left alone."""
-    return value.clone() if isinstance(value, torch.Tensor) and _is_buffer(place) else value
-
-
 def _equal(copy: Any, now: Any) -> bool:
-    """True if a buffer has the values of its copy, or there is none. Batch norms change theirs without counting it; of
+    """True if a tensor has the values of its copy, or there is none. Batch norms change theirs without counting it; of
     others than dense tensors, what is counted counts."""
     return copy is now or not _is_dense(now) or torch.equal(copy, now)
 
@@ -389,15 +380,25 @@ def _outside(modules: Iterable[nn.Module]) -> tuple[object, ...]:
     """What a forward pass that can be computed again leaves as it is, beside its inputs: parameters, the generators of
     Python and NumPy and those of the modules, which torch's checkpoint does not bring back, and other processes."""
     numpy: Any = sys.modules.get("numpy")
-    state = {} if numpy is None else numpy.random.get_state(legacy=False)["state"]
-    drawn = tuple(one.tobytes() if hasattr(one, "tobytes") else one for one in state.values())
-    kinds = (
-        random.Random,
-        torch.Generator,
-        *(() if numpy is None else (numpy.random.Generator, numpy.random.RandomState)),
-    )
-    own = [pickle.dumps(one) for module in modules for _, one in _attributes(module) if isinstance(one, kinds)]
+    of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    kinds = (random.Random, torch.Generator, *of_numpy)
+    own = [_state_of(one) for module in modules for _, one in _attributes(module) if isinstance(one, kinds)]
+    drawn = () if numpy is None else _state_of(numpy.random)
     return _versions(modules), random.getstate(), drawn, own, _communications()
+
+
+def _state_of(generator: Any) -> object:
+    """What the next numbers of a generator depend on; something else each time if it has no state, as that of the
+    system. The one that NumPy's functions draw from is asked for as the module."""
+    try:
+        if isinstance(generator, random.Random):
+            return generator.getstate()
+        if isinstance(generator, torch.Generator):
+            return generator.get_state().numpy().tobytes()
+        is_legacy = hasattr(generator, "get_state")
+        return pickle.dumps(generator.get_state(legacy=False) if is_legacy else generator.bit_generator.state)
+    except NotImplementedError:
+        return object()
 
 
 def _communications() -> tuple[int, ...] | object:

@@ -347,7 +347,7 @@ def test_a_read_of_a_part_of_a_record_is_verified_whole(path: Path) -> None:
 
 
 def test_a_file_that_may_not_be_opened_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was opened by another user, say, who has handed the descriptor on."""
+    """Another user, say, has opened the file, and handed the descriptor on."""
 
     def refuse(*arguments: Any) -> int:
         raise PermissionError(errno.EACCES, "Permission denied")
