@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from fastensor.data.ring import shared_memory
-from fastensor.data.skipping import Skipped
 from fastensor.provision import encoding
 from fastensor.provision.cache import kept_nbytes
 from fastensor.provision.embedded.worker import ServiceWorker
-from fastensor.provision.making import MadeBatch, Sample, UserObjects, copied, made_batch, read_samples
+from fastensor.provision.making import Fresh, MadeBatch, Sample, UserObjects, made_batch, read_samples
 from fastensor.provision.sources import DatasetSource
 
 N = 6
@@ -101,7 +100,7 @@ FIELDS["row"] = ROWS
 def test_it_makes_no_difference_whether_samples_come_from_the_cache(rows: np.ndarray[Any, Any]) -> None:
     contents = UserObjects(DatasetSource([{"row": row} for row in rows], "rows"), None, None)
     fresh = read(contents)
-    cached = [copied(sample) for sample in fresh if not isinstance(sample, Skipped)]
+    cached = [encoded.encoded if isinstance(encoded, Fresh) else encoded for encoded in fresh]
     for samples in (fresh, cached):
         assert np.array_equal(batch_of(contents, samples)["row"], rows)
 
@@ -112,7 +111,7 @@ def test_what_a_call_does_not_write_to_the_cache_is_copied(monkeypatch: pytest.M
     samples = [memoryview(bytes([number]) * 200) for number in (1, 2, 3, 4)]
     monkeypatch.setattr(os, "pwritev", lambda fd, pieces, offset: os.pwrite(fd, b"".join(pieces)[:taken], offset))
     worker = ServiceWorker(mock.Mock(), -1, fd, slabs, seed=0)
-    worker._to_be_stored[0] = [(200, [sample[n : n + 1] for n in range(200)]) for sample in samples]
+    worker._to_be_stored[0] = samples
     offsets = np.array([0, kept_nbytes(200), -1, 2048])
     worker._store(0, offsets)
     for offset, sample in zip(offsets.tolist(), samples, strict=True):

@@ -58,7 +58,7 @@ class SampleCache:
         self._next_uses = np.full(kept, -1)
         """Next use of each sample; -1 if it is held, or not in the cache."""
         self._last_uses: list[int] | None = None
-        """A heap of next uses, and of some that are outdated. See :meth:`_entries`. None until one of them is to go."""
+        """A heap of next uses, and of some that are outdated. See :meth:`_entries`. None: made when needed."""
         self._holders = np.zeros(kept, np.int32)
         self._reading: set[int] = set()
         """Samples that workers read now."""
@@ -86,7 +86,8 @@ class SampleCache:
     # For tasks
 
     def take(self, positions: Integers) -> tuple[Integers, Integers]:
-        """Offsets of samples, -1 for those that cannot be found; and their bytes. They are held from now on."""
+        """Offsets of samples, -1 for those that cannot be found; and their bytes. They are held from now on. No
+        position occurs twice."""
         if not self.nbytes:
             return np.full(len(positions), -1), np.zeros(len(positions), np.int64)
         offsets, lengths = self._offsets[positions], self._nbytes[positions]
@@ -99,6 +100,7 @@ class SampleCache:
 
     def give_back(self, positions: Integers, next_uses: Integers) -> None:
         """A task does not use samples any more that it has taken."""
+        assert (self._holders[positions] > 0).all(), f"not all of the samples {positions} are held"
         self._holders[positions] -= 1
         is_free = self._holders[positions] == 0
         free = positions[is_free]

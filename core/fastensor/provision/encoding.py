@@ -70,16 +70,14 @@ class Encoded(NamedTuple):
             memory[end : end + len(piece)] = piece
             end += len(piece)
 
-    def checked(self) -> list[bytes | memoryview]:
-        """The bytes of the value in pieces, one behind the other, with their CRC32. Some are of the value's memory: if
-        it changes, :func:`check` refuses them."""
-        pieces, crc32 = self._pieces(), 0
-        for piece in pieces:
-            crc32 = isal_zlib.crc32(piece, crc32)
-        return [_BEGIN.pack(_MAGIC, crc32), *pieces]
+    def copied(self) -> memoryview:
+        """The value in memory of its own, with its CRC32."""
+        memory = memoryview(bytearray().join((bytes(_BEGIN.size), *self._pieces())))
+        _BEGIN.pack_into(memory, 0, _MAGIC, isal_zlib.crc32(memory[_BEGIN.size :]))
+        return memory
 
     def _pieces(self) -> list[bytes | memoryview]:
-        """What the CRC32 is of."""
+        """What the CRC32 is of, one piece behind the other. Most are of the value's memory."""
         small = _SIZES.pack(self.nbytes, len(self.description), len(self.buffers)) + self.description
         pieces: list[bytes | memoryview] = []
         end = _BEGIN.size + len(small)
@@ -91,8 +89,7 @@ class Encoded(NamedTuple):
 
 
 def encode(value: Any) -> Encoded:
-    """Prepare a value to be written into memory. Copies no tensors and arrays but those that are not contiguous, or
-    read-only.
+    """Prepare a value to be written into memory. Copies no tensors and arrays but those that are not contiguous.
 
     Args:
         value: tensors of the CPU that need no gradient, arrays and scalars of NumPy, ``bytes``, ``str``, ``int``,
@@ -224,7 +221,7 @@ class Encoder(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes values of what :class:`_Pickler` has written. Nothing else is looked for, or called."""
+    """Makes values of what :class:`Encoder` has written. Nothing else is looked for, or called."""
 
     def __init__(self, file: io.BytesIO, buffers: Iterator[memoryview]) -> None:
         super().__init__(file)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 from torch.utils.data import default_collate
 
 from fastensor.data.coalescing import Integers
@@ -35,8 +36,7 @@ class Fresh(NamedTuple):
 
     value: Any
     """As the source has given it. It is not changed."""
-    pieces: list[bytes | memoryview]
-    """The encoded value. Some are of its memory."""
+    encoded: memoryview
 
 
 Sample: TypeAlias = memoryview | Fresh | Skipped
@@ -54,11 +54,11 @@ class Found:
     lost: list[int]
     """Places of the samples whose bytes in the cache were damaged. They were read, too."""
 
-    def pieces(self, place: int) -> Sequence[bytes | memoryview]:
-        """The bytes of an encoded sample that is not left out, one piece behind the other."""
+    def encoded(self, place: int) -> memoryview:
+        """A sample that is not left out."""
         sample = self.samples[place]
         assert not isinstance(sample, Skipped)
-        return _pieces_of(sample)
+        return sample.encoded if isinstance(sample, Fresh) else sample
 
 
 def found_samples(
@@ -126,11 +126,10 @@ def _read_together(contents: UserObjects, positions: Sequence[int], seed: int) -
             seed_all(seed, position)
             value = _named(contents.before_cache, value, "before_cache, of sample", position)
         encoded: encoding.Encoded = _named(encoder.encode, value, "sample", position)
-        sample = Fresh(value, encoded.checked())
         # A value of before_cache is not kept, since that function may use its memory again. Neither are arrays of which
         # torch makes no tensors, such as those with negative strides: those that come out of the cache have none.
         is_kept = contents.before_cache is None and encoded.as_decoded
-        samples.append(sample if is_kept else copied(sample))
+        samples.append(Fresh(value, encoded.copied()) if is_kept else encoded.copied())
     return samples
 
 
@@ -141,15 +140,6 @@ class MadeBatch(NamedTuple):
     """The batch; with ``on_error="skip"`` a tuple, see :attr:`fastensor.provision.engine.Registration.on_error`."""
     skipped: int
     """Samples that were left out."""
-
-
-def copied(sample: memoryview | Fresh) -> memoryview:
-    """An encoded sample in memory of its own."""
-    return memoryview(bytearray().join(_pieces_of(sample)))
-
-
-def _pieces_of(sample: memoryview | Fresh) -> Sequence[bytes | memoryview]:
-    return sample.pieces if isinstance(sample, Fresh) else (sample,)
 
 
 def made_batch(
@@ -179,9 +169,11 @@ def made_batch(
     untouched = served.after_cache is None and collate_fn is None
 
     def prepared(sample: memoryview | Fresh, position: int) -> Any:
-        if untouched:
-            return sample.value if isinstance(sample, Fresh) else encoding.decode(sample)
-        value = encoding.decode(copied(sample))
+        if isinstance(sample, Fresh):
+            if untouched:
+                return sample.value
+            sample = sample.encoded
+        value = encoding.decode(sample if untouched else _copy(sample))
         if served.after_cache is None:
             return value
         seed_all(seed, epoch, position)
@@ -221,6 +213,10 @@ def _is_whole(sample: memoryview) -> bool:
     except CorruptSampleError:
         return False
     return True
+
+
+def _copy(sample: memoryview) -> memoryview:
+    return np.array(sample, np.uint8).data
 
 
 def _named(function: Callable[[Any], Any], value: Any, what: str, position: int) -> Any:

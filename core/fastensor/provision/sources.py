@@ -49,8 +49,7 @@ class Source(Protocol):
         ...
 
     def read(self, positions: Sequence[int]) -> list[Any]:
-        """The samples at these positions, in this order. They belong to the caller, who reads their memory once more
-        to write them to the cache. A sample that has changed until then is found by its CRC32, and read again.
+        """The samples at these positions, in this order. They belong to the caller.
 
         Whatever it raises, the trainer gets, with a note on where it was raised.
         """

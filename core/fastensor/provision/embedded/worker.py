@@ -68,8 +68,8 @@ class ServiceWorker:
         self._seed = seed
         self._contents: UserObjects | None = None
         self._loaders: dict[int, WorkerLoader] = {}
-        self._to_be_stored: dict[int, list[tuple[int, Sequence[bytes | memoryview]]]] = {}
-        """By task the samples that the server has to find a place for: the bytes of each, and its pieces."""
+        self._to_be_stored: dict[int, list[memoryview]] = {}
+        """By task the samples that the server has to find a place for."""
 
     def run(self) -> None:
         """Obey the server until it ends."""
@@ -101,8 +101,8 @@ class ServiceWorker:
         found = found_samples(work.positions, work.offsets, work.lengths, slabs=self._slabs, read=read)
         made = self._make_batch(work, found.samples) if work.loader >= 0 else None
         nbytes, fd = self._written(work, made.encoded) if made is not None else (0, None)
-        to_be_stored = [(sum(map(len, pieces)), pieces) for pieces in map(found.pieces, found.read)]
-        lengths = np.array([nbytes for nbytes, _ in to_be_stored], np.int64)
+        to_be_stored = [found.encoded(place) for place in found.read]
+        lengths = np.array([len(sample) for sample in to_be_stored], np.int64)
         if to_be_stored:
             self._to_be_stored[work.number] = to_be_stored
         done = Done(
@@ -145,27 +145,25 @@ class ServiceWorker:
     def _store(self, task: int, offsets: Integers) -> None:
         pieces: list[memoryview | bytes] = []
         begin = end = 0
-        for offset, (nbytes, sample) in zip(offsets.tolist(), self._to_be_stored.pop(task), strict=True):
+        for offset, sample in zip(offsets.tolist(), self._to_be_stored.pop(task), strict=True):
             if offset < 0:
                 continue
-            if offset != end:
+            if offset != end or len(pieces) >= _MOST_PIECES:
                 self._write(begin, pieces)
                 pieces, begin = [], offset
-            end = offset + kept_nbytes(nbytes)
-            pieces += (*sample, bytes(end - offset - nbytes))
+            end = offset + kept_nbytes(len(sample))
+            pieces += [sample, bytes(end - offset - len(sample))]
         self._write(begin, pieces)
         self._connection.send(SamplesStored(task))
 
     def _write(self, offset: int, pieces: Sequence[memoryview | bytes]) -> None:
-        """Write to the cache, by system calls: to memory that is mapped, and not used yet, takes twice the time. What
-        one call does not take, such as 2 GiB, is copied to the memory."""
-        for first in range(0, len(pieces), _MOST_PIECES):
-            some = pieces[first : first + _MOST_PIECES]
-            is_written = os.pwritev(self._slabs_fd, some, offset) == sum(map(len, some))
-            for piece in some:
-                if not is_written:
-                    self._slabs[offset : offset + len(piece)] = piece
-                offset += len(piece)
+        """Write to the cache, by a system call: to memory that is mapped, and not used yet, takes twice the time.
+        What one call does not take, such as 2 GiB, is copied to the memory."""
+        if os.pwritev(self._slabs_fd, pieces, offset) == sum(map(len, pieces)):
+            return
+        for piece in pieces:
+            self._slabs[offset : offset + len(piece)] = piece
+            offset += len(piece)
 
     def _loaded(self) -> UserObjects:
         if self._contents is None:

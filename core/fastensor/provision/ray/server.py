@@ -181,12 +181,12 @@ class RayServer:
         except BaseException:
             self._tasks.finished(task)
             raise
-        read = [np.asarray(part.samples[place]) for place in found.read]
-        lengths = np.array([len(sample) for sample in read], np.int64)
+        lengths = np.array([len(found.encoded(place)) for place in found.read], np.int64)
         done = Done(task.number, 0, work.positions[found.read], lengths, work.positions[found.lost])
-        for sample, offset in zip(read, self._tasks.done(task, done).tolist(), strict=True):
+        for place, offset in zip(found.read, self._tasks.done(task, done).tolist(), strict=True):
             if offset >= 0:
-                self._slabs[offset : offset + len(sample)] = sample.data
+                sample = found.encoded(place)
+                self._slabs[offset : offset + len(sample)] = sample
         self._tasks.written(task)
         return part
 
@@ -217,13 +217,16 @@ class RayServer:
     def _find(
         self, positions: Integers, offsets: Integers, lengths: Integers, on_error: OnError
     ) -> tuple[Found, EncodedSamples]:
-        from fastensor.provision.making import copied, found_samples, read_samples
+        from fastensor.provision.making import found_samples, read_samples
 
         read = partial(read_samples, self._loaded, seed=self._facts.seed, on_error=on_error)
         found = found_samples(positions, offsets, lengths, slabs=self._slabs, read=read)
+        nbytes = sum(len(found.encoded(place)) for place in found.read)
         hits = int((offsets >= 0).sum()) - len(found.lost)
-        copies = [one if isinstance(one, Skipped) else np.frombuffer(copied(one), np.uint8) for one in found.samples]
-        nbytes = sum(len(copies[place]) for place in found.read)
+        copies = [
+            one if isinstance(one, Skipped) else np.array(found.encoded(place), np.uint8)
+            for place, one in enumerate(found.samples)
+        ]
         return found, EncodedSamples(copies, Cost(len(positions), hits, nbytes))
 
     def _batch(self, request: BatchRequest, positions: Integers, samples: list[Sample]) -> tuple[Any, int]:
