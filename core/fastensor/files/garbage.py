@@ -10,14 +10,15 @@ from fastensor.files.forks import first_in_children
 
 _MANY = 1000
 _paused: list[tuple[int, int, int]] = []
-"""The thresholds of the collector outside of the blocks that pause it: one block, or some of threads that have begun at
-the same instant."""
+"""The thresholds of the collector outside of the blocks that pause it. Each block that has begun while the collector
+ran adds them: one, or one for each thread that has begun at the same instant."""
 
 
 @contextmanager
 def without_collection(objects: int = _MANY) -> Iterator[None]:
     """Make objects faster: the collector would visit all of the program's again and again, which takes most of the
     time of 50,000 small tensors. It pauses in all threads until the block ends. ``gc.isenabled()`` stays what it is.
+    Thresholds that somebody sets meanwhile stay, unless the first one is 0; and whoever reads them meanwhile finds a 0.
 
     Args:
         objects: about how many are made. A few hundred are made as always.

@@ -161,7 +161,7 @@ class Transfer:
             return cls((registry.get(choice).name, *LAST_RESORTS), nbytes, context)
         if rule_decides(choice, nbytes, context):
             return cls((by_rule(context, nbytes), *LAST_RESORTS), nbytes, context, reason="by size")
-        imported("fastensor.select.current")  # small files need nothing of it
+        imported("fastensor.select.current")  # without the garbage collector; small files need nothing of it
         from fastensor.select.current import current_selector
 
         selector = current_selector(path) if isinstance(choice, str) else choice

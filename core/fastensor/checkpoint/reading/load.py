@@ -117,7 +117,17 @@ def load(
     >>> weight
     tensor([0., 1., 2.])
     """
-    return _load(path, map_location, keys, into, weights_only, mmap, verify, backend, progress)[0]
+    return _load(
+        path,
+        map_location,
+        keys=keys,
+        into=into,
+        weights_only=weights_only,
+        mmap=mmap,
+        verify=verify,
+        backend=backend,
+        progress=progress,
+    )[0]
 
 
 @checks_keywords
@@ -136,13 +146,34 @@ def load_with_report(
     """:func:`load`, and what it did."""
     from fastensor.checkpoint.report import LoadReport  # a load whose report nobody wants needs nothing of it
 
-    result, facts = _load(path, map_location, keys, into, weights_only, mmap, verify, backend, progress)
-    return result, LoadReport(**facts)
+    started = time.perf_counter()
+    result, file, request, loaded = _load(
+        path,
+        map_location,
+        keys=keys,
+        into=into,
+        weights_only=weights_only,
+        mmap=mmap,
+        verify=verify,
+        backend=backend,
+        progress=progress,
+    )
+    return result, LoadReport(
+        path=file.where,
+        nbytes=file.nbytes,
+        backend=loaded.backend,
+        reason=loaded.reason,
+        verified=loaded.verified,
+        resident_fraction=file.resident_fraction,
+        seconds=time.perf_counter() - started,
+        fallbacks=tuple(request.fallbacks),
+    )
 
 
 def _load(
     path: Location,
     map_location: MapLocation,
+    *,
     keys: Iterable[str] | None,
     into: Mapping[str, Any] | None,
     weights_only: bool | None,
@@ -150,9 +181,8 @@ def _load(
     verify: bool | Literal["first"] | None,
     backend: BackendChoice,
     progress: Progress | None,
-) -> tuple[Any, dict[str, Any]]:
-    """:func:`load`, and what a :class:`~fastensor.checkpoint.report.LoadReport` says of it."""
-    started = time.perf_counter()
+) -> tuple[Any, OpenedFile, LoadRequest, Loaded]:
+    """:func:`load`; and the file, which is closed, how it was to be loaded, and how it was."""
     check_arguments(map_location, keys, into, mmap=mmap, verify=verify)
     check_choice(backend)
     is_restricted(weights_only)  # raises where the environment says what cannot be
@@ -170,21 +200,11 @@ def _load(
             loaded = bring(file, request, load_file)
             if meter is not None:
                 meter.finish(file.nbytes)
-            facts: dict[str, Any] = {
-                "path": file.where,
-                "nbytes": file.nbytes,
-                "backend": loaded.backend,
-                "reason": loaded.reason,
-                "verified": loaded.verified,
-                "resident_fraction": file.resident_fraction,
-                "seconds": time.perf_counter() - started,
-                "fallbacks": tuple(request.fallbacks),
-            }
     if request.checked and not loaded.verified:
         from fastensor.checkpoint.report import warn_unverified
 
-        warn_unverified(facts["path"], loaded.unchecked)
-    return loaded.result if into is None else into, facts
+        warn_unverified(file.where, loaded.unchecked)
+    return loaded.result if into is None else into, file, request, loaded
 
 
 Loader: TypeAlias = Callable[[OpenedFile, LoadRequest], Loaded]
