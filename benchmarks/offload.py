@@ -212,8 +212,7 @@ def best_plan(
         changed = min(chance.choice((0, 0, 1, 2)), blocks)
         again = current.recomputed ^ frozenset(chance.sample(range(blocks), changed))
         out = current.out ^ frozenset(chance.sample(range(count), min(chance.choice((1, 1, 2, 2, 3)), count)))
-        kept = recomputing.kept_nbytes(profile, out, again) + recomputing.transient_nbytes(profile, again)
-        if kept > limit:
+        if recomputing.kept_nbytes(profile, out, again) > limit:
             continue
         other = scheduler.OffloadPlan(out, recomputing.predict_with_blocks(profile, out, again, rates), again)
         worse = other.prediction.step_seconds - current.prediction.step_seconds
@@ -233,6 +232,22 @@ def sparse_nbytes(task: Task) -> tuple[int, int]:
     with counted.step():
         net.to(task.device)(data.to(task.device)).square().mean()
     return counted.sparse_nbytes, counted.nbytes
+
+
+def largest_and_checkpointed(task: Task) -> tuple[int, int]:
+    """The bytes of the largest tensor that a step saves; and the most bytes of saved tensors in memory at a time, if
+    all blocks save their inputs only."""
+    net, data = MODELS[task.model]()
+    net, data = net.to(task.device), data.to(task.device)
+    with ActivationOffload(task.config(schedule=1 << 50, recompute="auto")) as offload:
+        offload.attach(net)
+        for _ in range(WARM_UP):
+            with offload.step():
+                loss = net(data).square().mean()
+            loss.backward()
+        plan = offload.plan()
+    assert plan is not None
+    return max(one.nbytes for one in plan.tensors), plan.ways["recompute"].peak_bytes
 
 
 def _so_far(offload: Any) -> tuple[float, int, int]:

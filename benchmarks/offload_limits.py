@@ -1,14 +1,17 @@
 """The part of ``offload.py`` that gives each way the same room: keep, move or recompute, block by block.
 
-For each model the bytes that a step saves are counted. In rooms of a half, a quarter and a tenth of them, a schedule
-may keep half of the room, and transfers have the other half (``staging_bytes`` and ``prefetch_bytes``):
+For each model the bytes that a step saves are counted. In rooms of a half, a quarter and a tenth of them, transfers
+have an eighth of the room each (``staging_bytes`` and ``prefetch_bytes``), or twice the largest tensor if that is more,
+but no more than a quarter; a schedule may keep the rest:
 
 - ``auto``: by the schedule, with ``recompute="auto"``; ``moving``: the same without;
 - ``oracle``: as ``auto``, by the best plan that two seconds of simulated annealing find for the same measurements.
 
 Beside them is what does not know of rooms: ``all`` (everything moves), ``checkpointing``, ``checkpointing, inputs
-moved`` (by ``all``), and ``half``. ``auto, room of checkpointing`` has the room that checkpointing has taken in the
-same round, where that is more than nothing. ``--shares`` without numbers leaves the other rooms out.
+moved`` (by ``all``), and ``half``. ``auto, room of checkpointing`` has the room that checkpointing takes, of which
+transfers have a sixteenth each: what the process has grown in the same round, or what the inputs of all blocks and
+one block take, if that is more. The process grows by less than that where gradients of parameters, which come later,
+take more. ``--shares`` without numbers leaves the other rooms out.
 """
 
 from __future__ import annotations
@@ -28,33 +31,40 @@ ALL, CHECKPOINTING, INPUTS_MOVED, HALF, NONE, DROPPED = (
 EQUAL = "auto, room of checkpointing"
 SHARES = (2, 4, 10)
 """A room is the bytes that a step saves, by this."""
-LEAST_ROOM = 1 << 20
 ANYWHERE = (NONE, DROPPED, ALL, CHECKPOINTING, INPUTS_MOVED, HALF)
 MOST_OF_BEST, MOST_OF_ORACLE = 1.03, 1.05
 
 
-def options_of(name: str, room: int) -> dict[str, Any]:
-    """The options of an offload."""
+def options_of(name: str, room: int, largest: int) -> dict[str, Any]:
+    """The options of an offload.
+
+    Args:
+        name: of the way.
+        room: bytes that it may take.
+        largest: bytes of the largest tensor that a step saves.
+    """
     if name in (ALL, INPUTS_MOVED):
         return {"schedule": "all"}
     if name == HALF:
         return {"schedule": 0.5}
-    in_room = {"schedule": room // 2, "staging_bytes": room // 4, "prefetch_bytes": room // 4}
+    each = room // 16 if name == EQUAL else min(max(room // 8, 2 * largest), room // 4)
+    in_room = {"schedule": room - 2 * each, "staging_bytes": each, "prefetch_bytes": each}
     return in_room if name == MOVING else in_room | {"recompute": "auto"}
 
 
 def measure(task: Any, rounds: int, shares: Sequence[int] = SHARES) -> dict[str, Any]:
     """All ways of a model."""
-    from offload import Run, in_fresh_process, sparse_nbytes, train
+    from offload import Run, in_fresh_process, largest_and_checkpointed, sparse_nbytes, train
 
     _, saved = in_fresh_process(sparse_nbytes, task)
+    largest, checkpointed = in_fresh_process(largest_and_checkpointed, task)
     runs = [(name, 0) for name in ANYWHERE]
     runs += [(name, saved // share) for share in shares for name in (AUTO, MOVING, ORACLE)]
     of: dict[str, list[Run]] = {}
 
     def run(name: str, room: int) -> None:
         settle()
-        options = {} if name in (NONE, DROPPED, CHECKPOINTING) else options_of(name, room)
+        options = {} if name in (NONE, DROPPED, CHECKPOINTING) else options_of(name, room, largest)
         found = in_fresh_process(train, task, name, options)
         of.setdefault(f"{name}/{0 if name == EQUAL else room}", []).append(found)
         print(task.model, room >> 20, found, flush=True)
@@ -63,7 +73,7 @@ def measure(task: Any, rounds: int, shares: Sequence[int] = SHARES) -> dict[str,
         for name, room in random.Random(number).sample(runs, len(runs)):
             run(name, room)
         taken = of[f"{CHECKPOINTING}/0"][-1].memory_nbytes - of[f"{DROPPED}/0"][-1].memory_nbytes
-        run(EQUAL, max(taken, LEAST_ROOM))
+        run(EQUAL, max(taken, checkpointed))
     return {
         "saved": saved,
         "shares": list(shares),

@@ -214,8 +214,9 @@ class ForwardPass:
             self._scope, self._block = self._outside, None
 
     def note_needed(self, position: int, clock: float, saved: SavedBytes | None = None) -> None:
-        """Note when a tensor is needed first, and whether its range was written until then."""
+        """Note when a tensor is needed, and whether its range was written until it is needed first."""
         tensor = self.record.tensors[position]
+        tensor.last_needed_at = clock
         if tensor.needed_at is None:
             tensor.needed_at = clock
             if saved is not None and saved.source is None and (stored := saved.stored) is not None:

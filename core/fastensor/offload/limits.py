@@ -72,8 +72,8 @@ class MemoryLimits:
         self._looked_at = 0.0
         self._most_in_use: int | None = None
         """The most bytes that the process may have in use in the latest pass; None if any number may."""
-        self.transient_nbytes = 0
-        """Bytes that a block takes, beside those that stay, while it is computed again."""
+        self.again_nbytes = 0
+        """Bytes that come on top of those that stay, while a block is computed again."""
         self.peak_bytes = 0
         """The most bytes that stayed at a time."""
 
@@ -87,7 +87,7 @@ class MemoryLimits:
 
     def room(self, device: torch.device) -> int:
         """How many more bytes may stay on a device."""
-        return self.limit(device) - self._kept[device] - self.transient_nbytes
+        return self.limit(device) - self._kept[device] - self.again_nbytes
 
     def give_back(self, kept: KeptBytes, nbytes: int) -> None:
         """Have so many bytes of a handle stay no longer."""

@@ -18,7 +18,7 @@ import torch
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.host_memory import is_address_space_limited
 from fastensor.offload.limits import OPERATION_TENSORS, KeptBytes, MemoryLimits
-from fastensor.offload.recomputing import kept_nbytes, plan_with_blocks, transient_nbytes
+from fastensor.offload.recomputing import kept_nbytes, plan_with_blocks, without_blocks
 from fastensor.offload.scheduler import (
     OffloadPlan,
     ProfiledBlock,
@@ -71,6 +71,7 @@ class SavedTensor:
     ratio: float = 1.0
     """Ratio by which codecs make it smaller."""
     needed_at: float | None = None
+    last_needed_at: float | None = None
     block: int | None = None
     """The block that has saved it; None for what is saved outside of blocks."""
 
@@ -136,6 +137,7 @@ class PassRecord:
                     one.saved_at - begun,
                     float("inf") if one.needed_at is None else one.needed_at - backward,
                     one.ratio,
+                    None if one.last_needed_at is None else one.last_needed_at - backward,
                 )
                 for one in self.tensors
             ),
@@ -206,21 +208,21 @@ class PlannedForm:
         return saved | {mark for index in self.plan.out if index >= count for mark, _ in blocks[index - count].inputs}
 
     def kept_nbytes(self) -> Counter[torch.device]:
-        """The bytes that stay in the memory of each device."""
+        """The most bytes that stay in the memory of each device at a time."""
         if self.plan.recomputed:  # so there is one device
             (device,) = self.limits
-            return Counter(
-                {device: kept_nbytes(self.profile, self.plan.out, self.plan.recomputed) + self.transient_nbytes}
-            )
+            return Counter({device: kept_nbytes(self.profile, self.plan.out, self.plan.recomputed)})
         kept = Counter[torch.device]()
         for index, one in enumerate(self.record.tensors):
             kept[one.device] += one.nbytes if index not in self.plan.out else 0
         return +kept
 
     @property
-    def transient_nbytes(self) -> int:
-        """The most bytes that a block takes while it is computed again."""
-        return transient_nbytes(self.profile, self.plan.recomputed)
+    def again_nbytes(self) -> int:
+        """By how many bytes more are in memory while a block is computed again than when the forward pass ends."""
+        rest, numbers = without_blocks(self.profile, self.plan.recomputed)
+        out = {index for index, number in enumerate(numbers) if number in self.plan.out}
+        return rest.kept_bytes(out) - dataclasses.replace(rest, again=()).kept_bytes(out)
 
     @property
     def keeps_all(self) -> bool:
@@ -422,7 +424,7 @@ class Planner:
             if len(self._forms) > _MOST_FORMS:
                 self._forms.popitem(last=False)
             self._leaving = self._merged()
-            self.memory.transient_nbytes = max(form.transient_nbytes for form in self._forms.values())
+            self.memory.again_nbytes = max(form.again_nbytes for form in self._forms.values())
         else:
             self._forms[record.form] = dataclasses.replace(known, passes=passes)
 

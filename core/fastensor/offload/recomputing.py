@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import accumulate
 
 from fastensor.offload.scheduler import (
+    ComputedAgain,
     OffloadPlan,
     Prediction,
     ProfiledTensor,
@@ -36,7 +37,7 @@ def plan_with_blocks(
     profile: StepProfile, limit: int, rates: TransferRates, among: Iterable[frozenset[int]] | None = None
 ) -> OffloadPlan:
     """The plan with the least predicted time, of those that leave at most ``limit`` bytes in memory. While a block is
-    computed again, its tensors are among these.
+    computed again, its tensors are among these, and those that the backward pass has done with are not.
 
     Blocks are tried in the order of the forward pass, and by the memory that a second of computing saves; then single
     blocks change sides, as long as that takes a fraction of a second.
@@ -65,7 +66,6 @@ class _Tried:
         self._profile, self._limit, self._rates = profile, limit, rates
         self._known: dict[frozenset[int], OffloadPlan] = {}
         self._most = min(max(_MOST_LOOKED_AT // max(len(profile.tensors), 1), _LEAST_TRIED), _MOST_TRIED)
-        self._nbytes = [block_nbytes(profile, block) for block in range(len(profile.blocks))]
 
     def plan(self, blocks: frozenset[int]) -> OffloadPlan:
         """The first plan with these blocks; one that takes for ever if they do not fit, or enough were tried."""
@@ -76,22 +76,17 @@ class _Tried:
     def _new_plan(self, blocks: frozenset[int]) -> OffloadPlan:
         if blocks and len(self._known) > self._most:
             return _NEVER
-        if (room := self._room(blocks)) < 0:
-            return _NEVER
         rest, numbers = without_blocks(self._profile, blocks)
-        return self._of_profile(first_plan(rest, room, self._rates), numbers, blocks)
+        if any(one.nbytes > self._limit for one in rest.again):
+            return _NEVER
+        return self._of_profile(first_plan(rest, self._limit, self._rates), numbers, blocks)
 
     def improved(self, found: OffloadPlan) -> OffloadPlan:
         """The plan after exchanges of tensors."""
         rest, numbers = without_blocks(self._profile, found.recomputed)
-        room = self._room(found.recomputed)
         out = frozenset(index for index, number in enumerate(numbers) if number in found.out)
-        best = improved(rest, room, self._rates, OffloadPlan(out, predict(rest, out, self._rates)))
+        best = improved(rest, self._limit, self._rates, OffloadPlan(out, predict(rest, out, self._rates)))
         return self._of_profile(best, numbers, found.recomputed)
-
-    def _room(self, blocks: Set[int]) -> int:
-        """Bytes that may stay while the largest of the blocks is computed again."""
-        return self._limit - max((self._nbytes[block] for block in blocks), default=0)
 
     def _of_profile(self, found: OffloadPlan, numbers: list[int], blocks: frozenset[int]) -> OffloadPlan:
         """A plan of what is left without blocks, as one of the whole profile."""
@@ -107,14 +102,14 @@ def without_blocks(profile: StepProfile, blocks: Set[int]) -> tuple[StepProfile,
     backward pass is longer.
 
     Returns:
-        The profile, without blocks; and the indices of its tensors in the plan of the whole profile
-        (:attr:`OffloadPlan.out`).
+        The profile, without blocks that may be computed again; and the indices of its tensors in the plan of the whole
+        profile (:attr:`OffloadPlan.out`).
     """
     gone = frozenset[int]().union(*(profile.blocks[block].tensors for block in blocks))
     needed = {block: first_needed(profile, block) for block in blocks}
     later = _Later({needed[block]: profile.blocks[block].seconds for block in sorted(blocks)})
     found = [
-        (one.saved_at, index, dataclasses.replace(one, needed_at=later.of(one.needed_at)))
+        (one.saved_at, index, one.needed(later.of(one.needed_at), later.of(one.held_until)))
         for index, one in enumerate(profile.tensors)
         if index not in gone
     ]
@@ -128,6 +123,11 @@ def without_blocks(profile: StepProfile, blocks: Set[int]) -> tuple[StepProfile,
         tuple(tensor for *_, tensor in found),
         profile.forward_seconds,
         profile.backward_seconds + later.seconds,
+        again=tuple(
+            ComputedAgain(later.of(needed[block]), block_nbytes(profile, block))
+            for block in sorted(blocks)
+            if not math.isinf(needed[block])
+        ),
     )
     return rest, [index for _, index, _ in found]
 
@@ -165,11 +165,6 @@ def block_nbytes(profile: StepProfile, block: int) -> int:
     return sum(profile.tensors[index].nbytes for index in profile.blocks[block].tensors)
 
 
-def transient_nbytes(profile: StepProfile, blocks: Set[int]) -> int:
-    """The most bytes that one of the blocks takes while it is computed again."""
-    return max((block_nbytes(profile, block) for block in blocks), default=0)
-
-
 def predict_with_blocks(profile: StepProfile, out: Set[int], blocks: Set[int], rates: TransferRates) -> Prediction:
     """Prediction of a step.
 
@@ -198,10 +193,7 @@ def ways(profile: StepProfile, rates: TransferRates) -> dict[str, Prediction]:
 def scaled(profile: StepProfile, factor: float) -> StepProfile:
     """The profile of a step with a batch that is so many times as large: times and bytes grow alike."""
     return StepProfile(
-        tuple(
-            ProfiledTensor(int(one.nbytes * factor), one.saved_at * factor, one.needed_at * factor, one.ratio)
-            for one in profile.tensors
-        ),
+        tuple(one.scaled(factor, factor, factor) for one in profile.tensors),
         profile.forward_seconds * factor,
         profile.backward_seconds * factor,
         tuple(
@@ -218,14 +210,14 @@ def scaled(profile: StepProfile, factor: float) -> StepProfile:
 
 def _with_blocks(profile: StepProfile, out: Set[int], blocks: Set[int], rest: Prediction) -> Prediction:
     """The prediction of a step whose blocks are computed again, from that of what is left without them."""
-    again = kept_nbytes(profile, out, blocks) + transient_nbytes(profile, blocks)
+    again = kept_nbytes(profile, out, blocks)
     needed = (block for block in blocks if not math.isinf(first_needed(profile, block)))
     seconds = sum(profile.blocks[block].seconds for block in needed)
     return dataclasses.replace(rest, peak_bytes=max(rest.peak_bytes, again), recompute_seconds=seconds)
 
 
 def kept_nbytes(profile: StepProfile, out: Set[int], blocks: Set[int]) -> int:
-    """Bytes that stay in memory.
+    """The most bytes that are in memory at a time: see :meth:`StepProfile.kept_bytes`.
 
     Args:
         profile: the step.
@@ -233,7 +225,7 @@ def kept_nbytes(profile: StepProfile, out: Set[int], blocks: Set[int]) -> int:
         blocks: what is computed again.
     """
     rest, numbers = without_blocks(profile, blocks)
-    return sum(one.nbytes for one, number in zip(rest.tensors, numbers, strict=True) if number not in out)
+    return rest.kept_bytes({index for index, number in enumerate(numbers) if number in out})
 
 
 def _orders(profile: StepProfile) -> Iterator[list[int]]:

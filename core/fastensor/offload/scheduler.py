@@ -13,8 +13,11 @@ import dataclasses
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 _MOST_LOOKED_AT = 20_000
 """The most tensors that are looked at to improve a plan, all exchanges together."""
@@ -33,6 +36,23 @@ class ProfiledTensor:
     """Seconds from the start of the backward pass until the tensor was needed first; infinity if it never was."""
     ratio: float = 1.0
     """Ratio of its bytes to its encoded bytes; 1 if they do not get smaller."""
+    last_needed_at: float | None = None
+    """Seconds from the start of the backward pass until the tensor was needed for the last time; None if that was the
+    first time."""
+
+    @property
+    def held_until(self) -> float:
+        """Seconds from the start of the backward pass until no graph needs the tensor any more."""
+        return self.needed_at if self.last_needed_at is None else self.last_needed_at
+
+    def scaled(self, nbytes: float, forward: float, backward: float) -> ProfiledTensor:
+        """The tensor of a step whose bytes, and times of either pass, are so many times as large."""
+        one = ProfiledTensor(int(self.nbytes * nbytes), self.saved_at * forward, 0.0, self.ratio)
+        return one.needed(self.needed_at * backward, self.held_until * backward)
+
+    def needed(self, first: float, last: float) -> ProfiledTensor:
+        """The tensor, if it is needed at other times."""
+        return ProfiledTensor(self.nbytes, self.saved_at, first, self.ratio, last)
 
     @property
     def moved_bytes(self) -> float:
@@ -55,24 +75,70 @@ class ProfiledBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class ComputedAgain:
+    """A block that the backward pass computes again."""
+
+    at: float
+    """Seconds from the start of the backward pass until that begins."""
+    nbytes: int
+    """Bytes of the tensors that the block saves then, until they are needed."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepProfile:
-    """One forward pass and its backward pass, without the time that hooks took. Nothing is computed again in it."""
+    """One forward pass and its backward pass, without the time that hooks took."""
 
     tensors: tuple[ProfiledTensor, ...]
     """In the order in which they were saved."""
     forward_seconds: float
     backward_seconds: float
     blocks: tuple[ProfiledBlock, ...] = ()
-    """What may be computed again, in the order of the forward pass. Blocks do not overlap."""
+    """What may be computed again, in the order of the forward pass, and is not. Blocks do not overlap."""
+    again: tuple[ComputedAgain, ...] = ()
+    """What is computed again. Its tensors are not among :attr:`tensors`."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return self.kept_bytes(frozenset())
+        return sum(one.nbytes for one in self.tensors)
 
     def kept_bytes(self, out: Set[int]) -> int:
-        """Bytes of the tensors that stay if those of these indices leave memory."""
-        return sum(one.nbytes for index, one in enumerate(self.tensors) if index not in out)
+        """The most bytes that are in memory at a time, if the tensors of these indices leave: when the forward pass
+        ends, or when a block has been computed again. What no graph needs any more is gone by then.
+
+        >>> tensors = (ProfiledTensor(5, 0.0, 3.0), ProfiledTensor(7, 1.0, 1.0))
+        >>> StepProfile(tensors, 2.0, 4.0, again=(ComputedAgain(2.0, 4),)).kept_bytes(frozenset())
+        12
+        >>> StepProfile(tensors, 2.0, 4.0, again=(ComputedAgain(2.0, 8),)).kept_bytes(frozenset())
+        13
+        """
+        stay = [index for index in range(len(self.tensors)) if index not in out]
+        return int((self._held()[stay].sum(axis=0) + self._besides()).max())
+
+    def first_to_leave(self, order: Sequence[int], limit: int) -> frozenset[int]:
+        """The first tensors of an order, so many that the others, and all that are not in the order, take at most
+        ``limit`` bytes; all of the order, if they take more even then.
+
+        Args:
+            order: indices of tensors.
+            limit: the most of :meth:`kept_bytes`.
+        """
+        held = self._held()
+        gone = np.cumsum(np.vstack([0 * held[:1], held[[*order]]]), axis=0)
+        fits = (held.sum(axis=0) + self._besides() - gone <= limit).all(axis=1)
+        return frozenset(order[: int(fits.argmax()) if fits.any() else len(order)])
+
+    def _held(self) -> npt.NDArray[np.int64]:
+        """The bytes of each tensor (rows) in memory at the moments (columns) at which there may be most, if it stays:
+        the end of the forward pass, and those of :attr:`again`."""
+        nbytes = np.array([one.nbytes for one in self.tensors], dtype=np.int64)
+        until = np.array([one.held_until for one in self.tensors])
+        moments = np.array([-math.inf, *(one.at for one in self.again)])
+        return nbytes[:, None] * (until[:, None] >= moments)
+
+    def _besides(self) -> npt.NDArray[np.int64]:
+        """The bytes beside those of tensors at these moments."""
+        return np.array([0, *(one.nbytes for one in self.again)], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +288,7 @@ def undisturbed(profile: StepProfile, moved_bytes: float, rates: TransferRates) 
         max(1 - slower / seconds, 0.5) if seconds else 1.0
         for seconds in (profile.forward_seconds, profile.backward_seconds)
     )
-    tensors = (
-        dataclasses.replace(one, saved_at=one.saved_at * forward, needed_at=one.needed_at * backward)
-        for one in profile.tensors
-    )
+    tensors = (one.scaled(1, forward, backward) for one in profile.tensors)
     blocks = (
         dataclasses.replace(one, begun_at=one.begun_at * forward, seconds=one.seconds * forward)
         for one in profile.blocks
@@ -248,15 +311,8 @@ def linear(profile: StepProfile, limit: int, least_bytes: float = 0) -> frozense
     >>> sorted(linear(profile, 4)), sorted(linear(profile, 4, least_bytes=2))
     ([0, 1], [0, 2])
     """
-    rest = profile.nbytes
-    taken = []
-    for index, tensor in enumerate(profile.tensors):
-        if rest <= limit:
-            break
-        if tensor.nbytes >= max(least_bytes, 1):
-            taken.append(index)
-            rest -= tensor.nbytes
-    return frozenset(taken)
+    large = [index for index, tensor in enumerate(profile.tensors) if tensor.nbytes >= max(least_bytes, 1)]
+    return profile.first_to_leave(large, limit)
 
 
 def compressible(profile: StepProfile, selected: Set[int], rates: TransferRates) -> frozenset[int]:
