@@ -179,12 +179,23 @@ class BlockForward:
 
     def run(self, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """Run the forward pass, and note which buffers and attributes it changes, and whether it communicates."""
-        return self._run(self._modules(), args, options)
+        modules = self._modules()
+        result, _ = self._run(modules, _values(modules), args, options)
+        return result
 
-    def _run(self, modules: Sequence[nn.Module], args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    def _run(
+        self, modules: Sequence[nn.Module], before: Mapping[Place, Any], args: Sequence[Any], options: Mapping[str, Any]
+    ) -> tuple[Any, Mapping[Place, Any]]:
+        """:meth:`run`, and the buffers and attributes after it.
+
+        Args:
+            modules: the block, and the modules in it.
+            before: the buffers and attributes.
+            args: of the forward pass.
+            options: its keyword arguments.
+        """
         outside = _outside(modules)
         known = self._changing.get(modes := _modes(modules))
-        before = _values(modules)
         copies = {place: one.clone() if known is None and _is_dense(one) else one for place, one in before.items()}
         versions = {place: _version(one) for place, one in before.items()}
         result = self.forward(*args, **options)
@@ -197,7 +208,7 @@ class BlockForward:
         }
         self._changing[modes] = (known or set()) | (before.keys() - there) | in_place
         self.is_pure &= _outside(modules) == outside and all(map(_is_buffer, in_place))
-        return result
+        return result, after
 
     def run_for_inputs(
         self, args: Sequence[Any], options: Mapping[str, Any], note: Callable[[str, float], None]
@@ -250,8 +261,8 @@ class BlockForward:
         self, modules: Sequence[nn.Module], state: _State, args: Sequence[Any], options: Mapping[str, Any]
     ) -> Any:
         known = self._all_changing()
-        result = self._run(modules, args, options)
-        after = _values(modules)
+        before = {place: one.itself for place, one in state.values.items()}
+        result, after = self._run(modules, before, args, options)
         for module, name in self._all_changing() - known:
             one = state.values[module, name]
             if after.get((module, name)) is one.value is not None:
