@@ -10,7 +10,7 @@ or by Lightning's callback. The ways:
 - ``checkpointing, inputs moved``: the same, and the inputs of blocks are offloaded (``schedule="all"``);
 - ``auto, room of checkpointing``: offload with ``recompute="auto"`` in the room that checkpointing needs: the saved
   tensors that it leaves in memory, and those of one block, which are counted in a step before all others. Three
-  quarters of the room are for what stays, so that a block that is computed again fits in; transfers have the rest;
+  quarters of the room are for what stays, so that a block that is computed again can fit in; transfers have the rest;
 - ``default``: offload without options.
 
 A *step* is what the trainer does with a batch, from the forward pass to the optimizer: the median without the first
