@@ -124,6 +124,7 @@ bench: $(VENV)/.loaders
 	$(BIN)/python benchmarks/offload.py
 	$(BIN)/python benchmarks/offload_codecs.py
 	$(BIN)/python benchmarks/offload_memory.py
+	$(BIN)/python benchmarks/offload_trainers.py
 	$(BIN)/python benchmarks/distributed.py
 	$(BIN)/python benchmarks/accelerate_state.py
 	$(BIN)/python benchmarks/accelerate_inference.py

@@ -31,10 +31,10 @@ IS_TEST = "FASTENSOR_BENCHMARK_IS_TEST" in os.environ
 machine are left alone."""
 
 
-def preload() -> None:
+def preload(*others: str) -> None:
     """Have processes of the context ``forkserver`` begin with what takes long to import, and is the same for all. Names
     of files beside the program would not be found there."""
-    libraries = ["fastensor", "safetensors.torch", "torch.distributed.checkpoint", "lightning.pytorch.plugins"]
+    libraries = ["fastensor", "safetensors.torch", "torch.distributed.checkpoint", "lightning.pytorch.plugins", *others]
     multiprocessing.get_context("forkserver").set_forkserver_preload(libraries)
 
 

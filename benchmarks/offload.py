@@ -43,7 +43,7 @@ import random
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -307,8 +307,9 @@ def copies_to_host(task: Task) -> tuple[float, float]:
     return copied, offloaded
 
 
-def in_fresh_process(function: Callable[..., T], *arguments: Any) -> T:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
+def in_fresh_process(function: Callable[..., T], *arguments: Any, start: str = "spawn") -> T:
+    """Call a function. ``start="forkserver"`` begins with what :func:`measuring.preload` has named."""
+    with multiprocessing.get_context(start).Pool(1) as pool:
         return pool.apply(function, arguments)
 
 
@@ -369,7 +370,7 @@ def mib(nbytes: float) -> int:
     return round(nbytes / (1 << 20))
 
 
-def ratio_of(of: Mapping[str, list[Run]], name: str, other: str, field: str = "step_seconds") -> float:
+def ratio_of(of: Mapping[str, Sequence[Any]], name: str, other: str, field: str = "step_seconds") -> float:
     """The median ratio of two contenders, round by round."""
     pairs = zip(of[name], of[other], strict=True)
     return median(getattr(a, field) / max(getattr(b, field), 1e-9) for a, b in pairs)

@@ -493,6 +493,19 @@ def test_the_benchmark_of_offloading_measures_every_contender(tmp_path: Path) ->
 
 
 @pytest.mark.torture
+def test_the_benchmark_of_offloading_under_trainers_measures_every_way(tmp_path: Path) -> None:
+    benchmark = str(ROOT / "benchmarks" / "offload_trainers.py")
+    tiny = ["--models", "tiny", "--rounds", "1", "--steps", "1"]
+    out = run(benchmark, *tiny, "--directory", str(tmp_path), "--output", str(tmp_path / "out"), cwd=tmp_path)
+    for trainer in ("transformers", "TRL", "Lightning"):
+        table = out.partition(f"## {trainer}, tiny")[2].partition("\n## ")[0]
+        for way in ("none", "checkpointing", "checkpointing, inputs moved", "auto, room of checkpointing", "default"):
+            assert f"\n| {way} |" in table
+        assert "losses and trained weights of all ways are equal" in table
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.md"]
+
+
+@pytest.mark.torture
 def test_the_benchmark_of_asynchronous_saves_measures_every_contender(tmp_path: Path) -> None:
     benchmark = str(ROOT / "benchmarks" / "async_checkpoint.py")
     tiny = ["--sizes", "1", "--rounds", "1", "--saves", "2", "--throughput-size", "1", "--spells", "1"]
