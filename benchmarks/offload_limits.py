@@ -1,15 +1,15 @@
 """The part of ``offload.py`` that gives each way the same room: keep, move or recompute, block by block.
 
 For each model the bytes that a step saves are counted. In rooms of a half, a quarter and a tenth of them, transfers
-have an eighth of the room each (``staging_bytes`` and ``prefetch_bytes``), or twice the largest tensor if that is more,
-but no more than a quarter; a schedule may keep the rest:
+have a quarter of the room, or four times the largest tensor if that is more, but no more than a half; a schedule may
+keep the rest:
 
 - ``auto``: by the schedule, with ``recompute="auto"``; ``moving``: the same without;
 - ``oracle``: as ``auto``, by the best plan that two seconds of simulated annealing find for the same measurements.
 
 Beside them is what does not know of rooms: ``all`` (everything moves), ``checkpointing``, ``checkpointing, inputs
 moved`` (by ``all``), and ``half``. ``auto, room of checkpointing`` has the room that checkpointing takes, of which
-transfers have a sixteenth each: what the process has grown in the same round, or what the inputs of all blocks and
+transfers have an eighth: what the process has grown in the same round, or what the inputs of all blocks and
 one block take, if that is more. The process grows by less than that where gradients of parameters, which come later,
 take more. ``--shares`` without numbers leaves the other rooms out.
 """
@@ -35,7 +35,7 @@ ANYWHERE = (NONE, DROPPED, ALL, CHECKPOINTING, INPUTS_MOVED, HALF)
 MOST_OF_BEST, MOST_OF_ORACLE = 1.03, 1.05
 
 
-def options_of(name: str, room: int, largest: int) -> dict[str, Any]:
+def options_of(name: str, room: int, largest: int = 0) -> dict[str, Any]:
     """The options of an offload.
 
     Args:
@@ -47,8 +47,9 @@ def options_of(name: str, room: int, largest: int) -> dict[str, Any]:
         return {"schedule": "all"}
     if name == HALF:
         return {"schedule": 0.5}
-    each = room // 16 if name == EQUAL else min(max(room // 8, 2 * largest), room // 4)
-    in_room = {"schedule": room - 2 * each, "staging_bytes": each, "prefetch_bytes": each}
+    moving = room // 8 if name == EQUAL else min(max(room // 4, 4 * largest), room // 2)
+    # what is read ahead takes its room twice
+    in_room = {"schedule": room - moving, "staging_bytes": moving // 2, "prefetch_bytes": moving // 4}
     return in_room if name == MOVING else in_room | {"recompute": "auto"}
 
 

@@ -9,8 +9,8 @@ or by Lightning's callback. The ways:
 - ``checkpointing``: ``gradient_checkpointing=True``; in Lightning ``model.gradient_checkpointing_enable()``;
 - ``checkpointing, inputs moved``: the same, and the inputs of blocks are offloaded (``schedule="all"``);
 - ``auto, room of checkpointing``: offload with ``recompute="auto"`` in the room that checkpointing needs: the saved
-  tensors that it leaves in memory, and those of one block, which are counted in a step before all others. Three
-  quarters of the room are for what stays, so that a block that is computed again can fit in; transfers have the rest;
+  tensors that it leaves in memory, and those of one block, which are counted in a step before all others. Transfers
+  have an eighth of it, so that a block that is computed again can fit into the rest;
 - ``default``: offload without options.
 
 A *step* is what the trainer does with a batch, from the forward pass to the optimizer: the median without the first
@@ -41,7 +41,7 @@ import torch
 from measuring import describe_machine, peak_of, preload, settle
 from offload import WARM_UP, in_fresh_process, mib, ratio_of
 from offload_contenders import Counted
-from offload_limits import CHECKPOINTING, EQUAL, INPUTS_MOVED, LEAST_ROOM, NONE, options_of
+from offload_limits import CHECKPOINTING, EQUAL, INPUTS_MOVED, NONE, options_of
 from torch import Tensor, nn
 
 from fastensor.offload import OffloadConfig, OffloadStatistics
@@ -271,18 +271,14 @@ def room_of_checkpointing(of: Training) -> int:
             TRAINERS[of.trainer](replace(of, steps=1), net, checkpoints, None)
         saved.append(counted.nbytes)
     everything, inputs = saved
-    return max(inputs + (everything - inputs) // MODELS[of.model].sizes["num_hidden_layers"], LEAST_ROOM)
+    return inputs + (everything - inputs) // MODELS[of.model].sizes["num_hidden_layers"]
 
 
 def options_in(way: str, room: int, folder: str) -> dict[str, Any] | None:
     """The options of an offload; None for ways without one."""
     if way in (NONE, CHECKPOINTING):
         return None
-    options: dict[str, Any] = {"directories": (folder,)}
-    if way == EQUAL:  # what is read ahead takes its room twice
-        options |= {"schedule": room * 3 // 4, "staging_bytes": room // 8, "prefetch_bytes": room // 16}
-        return options | {"recompute": "auto"}
-    return options if way == DEFAULT else options | options_of(way, room)
+    return {"directories": (folder,)} | ({} if way == DEFAULT else options_of(way, room))
 
 
 def measure(of: Training, rounds: int) -> dict[str, Any]:
