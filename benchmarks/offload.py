@@ -212,7 +212,7 @@ def best_plan(
         changed = min(chance.choice((0, 0, 1, 2)), blocks)
         again = current.recomputed ^ frozenset(chance.sample(range(blocks), changed))
         out = current.out ^ frozenset(chance.sample(range(count), min(chance.choice((1, 1, 2, 2, 3)), count)))
-        if recomputing.kept_nbytes(profile, out, again) > limit:
+        if recomputing.peak_nbytes(profile, out, again) > limit:
             continue
         other = scheduler.OffloadPlan(out, recomputing.predict_with_blocks(profile, out, again, rates), again)
         worse = other.prediction.step_seconds - current.prediction.step_seconds

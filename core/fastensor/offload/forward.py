@@ -217,6 +217,7 @@ class ForwardPass:
         """Note when a tensor is needed, and whether its range was written until it is needed first."""
         tensor = self.record.tensors[position]
         tensor.last_needed_at = clock
+        tensor.holders -= 1
         if tensor.needed_at is None:
             tensor.needed_at = clock
             if saved is not None and saved.source is None and (stored := saved.stored) is not None:
@@ -251,6 +252,7 @@ class ForwardPass:
             self.add(saved, self.record.nothing(clock))
         else:
             self._saved.append(position)
+            self.record.tensors[position].holders += 1
         self.record.form = hash((self.record.form, position))
         return position
 

@@ -28,6 +28,9 @@ room of checkpointing touched 82,000 to 102,000 pages anew, in place of 63,000."
 _KEPT_PER_PASS = 0.875
 """The share of the largest saved tensor that still counts after one more pass."""
 
+_MUCH = 16
+"""What stays is much if it is more than the limit by this."""
+
 
 class KeptBytes:
     """The graphs' handle of bytes that stay in memory by plan.
@@ -100,6 +103,11 @@ class MemoryLimits:
             device, nbytes = self._released.popleft()
             self._kept[device] -= nbytes
         return self._kept.total()
+
+    def keeps_much(self) -> bool:
+        """True if what stays takes a good part of what may."""
+        self.kept_bytes()
+        return any(kept > self.limit(device) / _MUCH for device, kept in list(self._kept.items()))
 
     def limit(self, device: torch.device) -> int:
         """The most bytes that may stay on a device, those that do included."""

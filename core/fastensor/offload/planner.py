@@ -18,7 +18,7 @@ import torch
 from fastensor.offload.config import OffloadConfig
 from fastensor.offload.host_memory import is_address_space_limited
 from fastensor.offload.limits import OPERATION_TENSORS, KeptBytes, MemoryLimits
-from fastensor.offload.recomputing import kept_nbytes, plan_with_blocks, without_blocks
+from fastensor.offload.recomputing import plan_with_blocks, without_blocks
 from fastensor.offload.scheduler import (
     OffloadPlan,
     ProfiledBlock,
@@ -72,6 +72,8 @@ class SavedTensor:
     """Ratio by which codecs make it smaller."""
     needed_at: float | None = None
     last_needed_at: float | None = None
+    holders: int = 1
+    """Operations that have saved it, and have not needed it yet."""
     block: int | None = None
     """The block that has saved it; None for what is saved outside of blocks."""
 
@@ -137,7 +139,7 @@ class PassRecord:
                     one.saved_at - begun,
                     float("inf") if one.needed_at is None else one.needed_at - backward,
                     one.ratio,
-                    None if one.last_needed_at is None else one.last_needed_at - backward,
+                    float("inf") if one.last_needed_at is None or one.holders > 0 else one.last_needed_at - backward,
                 )
                 for one in self.tensors
             ),
@@ -199,6 +201,10 @@ class PlannedForm:
     """Number of passes of this form."""
     chose_blocks: bool
     """True if blocks could be chosen to be computed again."""
+    peak_nbytes: int
+    """The most bytes that are in memory at a time."""
+    again_nbytes: int
+    """By how many bytes they are more than those that stay when the forward pass ends."""
 
     def leaving(self) -> set[int]:
         """Marks of the tensors that leave memory."""
@@ -211,18 +217,11 @@ class PlannedForm:
         """The most bytes that stay in the memory of each device at a time."""
         if self.plan.recomputed:  # so there is one device
             (device,) = self.limits
-            return Counter({device: kept_nbytes(self.profile, self.plan.out, self.plan.recomputed)})
+            return Counter({device: self.peak_nbytes})
         kept = Counter[torch.device]()
         for index, one in enumerate(self.record.tensors):
             kept[one.device] += one.nbytes if index not in self.plan.out else 0
         return +kept
-
-    @property
-    def again_nbytes(self) -> int:
-        """By how many bytes more are in memory while a block is computed again than when the forward pass ends."""
-        rest, numbers = without_blocks(self.profile, self.plan.recomputed)
-        out = {index for index, number in enumerate(numbers) if number in self.plan.out}
-        return rest.kept_bytes(out) - dataclasses.replace(rest, again=()).kept_bytes(out)
 
     @property
     def keeps_all(self) -> bool:
@@ -265,6 +264,8 @@ class Planner:
         self._forms: OrderedDict[int, PlannedForm] = OrderedDict()
         self._leaving: set[int] = set()
         """Marks of tensors that leave memory by plan."""
+        self._overlap = False
+        """True if much of a forward pass has stayed in memory until another one began."""
 
     def begin_pass(self, *, is_rest: bool = False) -> PassRecord:
         """Plan the passes that have ended, and begin to record one.
@@ -277,6 +278,7 @@ class Planner:
         self.plan_ended()
         if not is_rest:
             with self._lock:
+                self._note_overlap()
                 self.memory.begin_pass()
                 self._passes.append(record)
         return record
@@ -380,6 +382,15 @@ class Planner:
         kept = self.memory.keep(device, nbytes) if nbytes else None
         return None if kept is None else UnexaminedPass(kept, nbytes // OPERATION_TENSORS)
 
+    def _note_overlap(self) -> None:
+        """Plan blocks anew if graphs of several passes turn out to be alive at a time."""
+        if not self._config.recompute or self._overlap or not self.memory.keeps_much():
+            return
+        self._overlap = True
+        for form in list(self._forms.values()):
+            if (profile := form.record.profile()) is not None:
+                self._add(self._new_plan(form.record, profile, form.passes))
+
     @property
     def _keeps_what_fits(self) -> bool:
         return self._config.schedule == "auto"
@@ -420,13 +431,17 @@ class Planner:
         passes = 1 if known is None else known.passes + 1
         is_measured = known is None or record is not known.record
         if known is None or (is_measured and passes in _PLANNED_AT) or known.is_outdated(self._limits_of(record)):
-            self._forms[record.form] = self._new_plan(record, profile, passes)
-            if len(self._forms) > _MOST_FORMS:
-                self._forms.popitem(last=False)
-            self._leaving = self._merged()
-            self.memory.again_nbytes = max(form.again_nbytes for form in self._forms.values())
+            self._add(self._new_plan(record, profile, passes))
         else:
             self._forms[record.form] = dataclasses.replace(known, passes=passes)
+
+    def _add(self, form: PlannedForm) -> None:
+        """Go by a new plan."""
+        self._forms[form.record.form] = form
+        if len(self._forms) > _MOST_FORMS:
+            self._forms.popitem(last=False)
+        self._leaving = self._merged()
+        self.memory.again_nbytes = max(form.again_nbytes for form in self._forms.values())
 
     def _alike(self, opening: int) -> list[PlannedForm]:
         """The forms of passes that have opened so, the latest one last."""
@@ -455,11 +470,15 @@ class Planner:
             UNKNOWN_BANDWIDTH, UNKNOWN_BANDWIDTH, config.staging_nbytes, config.prefetch_nbytes
         )
         alone = undisturbed(profile, record.moved_nbytes, rates)
-        if not self._config.recompute:
-            alone = dataclasses.replace(alone, blocks=())
+        alone = dataclasses.replace(
+            alone, blocks=alone.blocks if self._config.recompute else (), is_alone=not self._overlap
+        )
         blocks = self._blocks_to_try(record, passes)
         found = _plan(record, alone, limits, rates, blocks)
-        return PlannedForm(record, alone, found, limits, rates, passes, blocks != ())
+        rest, numbers = without_blocks(alone, found.recomputed)
+        out = {index for index, number in enumerate(numbers) if number in found.out}
+        peak = rest.peak_bytes(out)
+        return PlannedForm(record, alone, found, limits, rates, passes, blocks != (), peak, peak - rest.kept_bytes(out))
 
     def _limits_of(self, record: PassRecord) -> dict[torch.device, int]:
         return {

@@ -109,14 +109,15 @@ def without_blocks(profile: StepProfile, blocks: Set[int]) -> tuple[StepProfile,
     needed = {block: first_needed(profile, block) for block in blocks}
     later = _Later({needed[block]: profile.blocks[block].seconds for block in sorted(blocks)})
     found = [
-        (one.saved_at, index, one.needed(later.of(one.needed_at), later.of(one.held_until)))
+        (one.saved_at, index, one.with_needs(later.of(one.needed_at), later.of(one.held_until)))
         for index, one in enumerate(profile.tensors)
         if index not in gone
     ]
     count = len(profile.tensors)
     for block in blocks:
         one = profile.blocks[block]
-        inputs = ProfiledTensor(one.inputs_nbytes, one.begun_at, later.of(needed[block]))
+        last = max((profile.tensors[index].held_until for index in one.tensors), default=math.inf)
+        inputs = ProfiledTensor(one.inputs_nbytes, one.begun_at, later.of(needed[block]), 1.0, later.of(last))
         found.append((one.begun_at, count + block, inputs))
     found.sort(key=lambda one: one[:2])
     rest = StepProfile(
@@ -128,6 +129,7 @@ def without_blocks(profile: StepProfile, blocks: Set[int]) -> tuple[StepProfile,
             for block in sorted(blocks)
             if not math.isinf(needed[block])
         ),
+        is_alone=profile.is_alone,
     )
     return rest, [index for _, index, _ in found]
 
@@ -156,8 +158,9 @@ class _Later:
 
 
 def first_needed(profile: StepProfile, block: int) -> float:
-    """Seconds from the start of the backward pass until something of a block is needed."""
-    return min((profile.tensors[index].needed_at for index in profile.blocks[block].tensors), default=math.inf)
+    """Seconds from the start of the backward pass until the block itself needs something that it has saved. Others that
+    have saved the same need it before: the backward pass comes to them first."""
+    return min((profile.tensors[index].held_until for index in profile.blocks[block].tensors), default=math.inf)
 
 
 def block_nbytes(profile: StepProfile, block: int) -> int:
@@ -192,11 +195,12 @@ def ways(profile: StepProfile, rates: TransferRates) -> dict[str, Prediction]:
 
 def scaled(profile: StepProfile, factor: float) -> StepProfile:
     """The profile of a step with a batch that is so many times as large: times and bytes grow alike."""
-    return StepProfile(
-        tuple(one.scaled(factor, factor, factor) for one in profile.tensors),
-        profile.forward_seconds * factor,
-        profile.backward_seconds * factor,
-        tuple(
+    return dataclasses.replace(
+        profile,
+        tensors=tuple(one.scaled(factor, factor, factor) for one in profile.tensors),
+        forward_seconds=profile.forward_seconds * factor,
+        backward_seconds=profile.backward_seconds * factor,
+        blocks=tuple(
             dataclasses.replace(
                 one,
                 inputs_nbytes=int(one.inputs_nbytes * factor),
@@ -210,14 +214,14 @@ def scaled(profile: StepProfile, factor: float) -> StepProfile:
 
 def _with_blocks(profile: StepProfile, out: Set[int], blocks: Set[int], rest: Prediction) -> Prediction:
     """The prediction of a step whose blocks are computed again, from that of what is left without them."""
-    again = kept_nbytes(profile, out, blocks)
+    again = peak_nbytes(profile, out, blocks)
     needed = (block for block in blocks if not math.isinf(first_needed(profile, block)))
     seconds = sum(profile.blocks[block].seconds for block in needed)
     return dataclasses.replace(rest, peak_bytes=max(rest.peak_bytes, again), recompute_seconds=seconds)
 
 
-def kept_nbytes(profile: StepProfile, out: Set[int], blocks: Set[int]) -> int:
-    """The most bytes that are in memory at a time: see :meth:`StepProfile.kept_bytes`.
+def peak_nbytes(profile: StepProfile, out: Set[int], blocks: Set[int]) -> int:
+    """The most bytes that are in memory at a time: see :meth:`StepProfile.peak_bytes`.
 
     Args:
         profile: the step.
@@ -225,7 +229,7 @@ def kept_nbytes(profile: StepProfile, out: Set[int], blocks: Set[int]) -> int:
         blocks: what is computed again.
     """
     rest, numbers = without_blocks(profile, blocks)
-    return rest.kept_bytes({index for index, number in enumerate(numbers) if number in out})
+    return rest.peak_bytes({index for index, number in enumerate(numbers) if number in out})
 
 
 def _orders(profile: StepProfile) -> Iterator[list[int]]:

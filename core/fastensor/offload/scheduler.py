@@ -37,20 +37,20 @@ class ProfiledTensor:
     ratio: float = 1.0
     """Ratio of its bytes to its encoded bytes; 1 if they do not get smaller."""
     last_needed_at: float | None = None
-    """Seconds from the start of the backward pass until the tensor was needed for the last time; None if that was the
-    first time."""
+    """Seconds from the start of the backward pass until the last of the operations that have saved the tensor needed
+    it; infinity if one of them never did; None if only one has saved it."""
 
     @property
     def held_until(self) -> float:
-        """Seconds from the start of the backward pass until no graph needs the tensor any more."""
+        """Seconds from the start of the backward pass until its graph holds the tensor no more."""
         return self.needed_at if self.last_needed_at is None else self.last_needed_at
 
     def scaled(self, nbytes: float, forward: float, backward: float) -> ProfiledTensor:
         """The tensor of a step whose bytes, and times of either pass, are so many times as large."""
         one = ProfiledTensor(int(self.nbytes * nbytes), self.saved_at * forward, 0.0, self.ratio)
-        return one.needed(self.needed_at * backward, self.held_until * backward)
+        return one.with_needs(self.needed_at * backward, self.held_until * backward)
 
-    def needed(self, first: float, last: float) -> ProfiledTensor:
+    def with_needs(self, first: float, last: float) -> ProfiledTensor:
         """The tensor, if it is needed at other times."""
         return ProfiledTensor(self.nbytes, self.saved_at, first, self.ratio, last)
 
@@ -96,6 +96,8 @@ class StepProfile:
     """What may be computed again, in the order of the forward pass, and is not. Blocks do not overlap."""
     again: tuple[ComputedAgain, ...] = ()
     """What is computed again. Its tensors are not among :attr:`tensors`."""
+    is_alone: bool = True
+    """False if tensors of other forward passes may take the memory of those that the backward pass has done with."""
 
     @property
     def nbytes(self) -> int:
@@ -103,15 +105,21 @@ class StepProfile:
         return sum(one.nbytes for one in self.tensors)
 
     def kept_bytes(self, out: Set[int]) -> int:
+        """Bytes of the tensors that stay if those of these indices leave memory."""
+        return sum(one.nbytes for index, one in enumerate(self.tensors) if index not in out)
+
+    def peak_bytes(self, out: Set[int]) -> int:
         """The most bytes that are in memory at a time, if the tensors of these indices leave: when the forward pass
-        ends, or when a block has been computed again. What no graph needs any more is gone by then.
+        ends, or when a block has been computed again. What the backward pass has done with is gone by then.
 
         >>> tensors = (ProfiledTensor(5, 0.0, 3.0), ProfiledTensor(7, 1.0, 1.0))
-        >>> StepProfile(tensors, 2.0, 4.0, again=(ComputedAgain(2.0, 4),)).kept_bytes(frozenset())
+        >>> StepProfile(tensors, 2.0, 4.0, again=(ComputedAgain(2.0, 4),)).peak_bytes(frozenset())
         12
-        >>> StepProfile(tensors, 2.0, 4.0, again=(ComputedAgain(2.0, 8),)).kept_bytes(frozenset())
+        >>> StepProfile(tensors, 2.0, 4.0, again=(ComputedAgain(2.0, 8),)).peak_bytes(frozenset())
         13
         """
+        if not self.again:
+            return self.kept_bytes(out)
         stay = [index for index in range(len(self.tensors)) if index not in out]
         return int((self._held()[stay].sum(axis=0) + self._besides()).max())
 
@@ -121,7 +129,7 @@ class StepProfile:
 
         Args:
             order: indices of tensors.
-            limit: the most of :meth:`kept_bytes`.
+            limit: the most of :meth:`peak_bytes`.
         """
         held = self._held()
         gone = np.cumsum(np.vstack([0 * held[:1], held[[*order]]]), axis=0)
@@ -133,7 +141,7 @@ class StepProfile:
         the end of the forward pass, and those of :attr:`again`."""
         nbytes = np.array([one.nbytes for one in self.tensors], dtype=np.int64)
         until = np.array([one.held_until for one in self.tensors])
-        moments = np.array([-math.inf, *(one.at for one in self.again)])
+        moments = np.array([-math.inf, *(one.at if self.is_alone else -math.inf for one in self.again)])
         return nbytes[:, None] * (until[:, None] >= moments)
 
     def _besides(self) -> npt.NDArray[np.int64]:
@@ -293,8 +301,12 @@ def undisturbed(profile: StepProfile, moved_bytes: float, rates: TransferRates) 
         dataclasses.replace(one, begun_at=one.begun_at * forward, seconds=one.seconds * forward)
         for one in profile.blocks
     )
-    return StepProfile(
-        tuple(tensors), profile.forward_seconds * forward, profile.backward_seconds * backward, tuple(blocks)
+    return dataclasses.replace(
+        profile,
+        tensors=tuple(tensors),
+        forward_seconds=profile.forward_seconds * forward,
+        backward_seconds=profile.backward_seconds * backward,
+        blocks=tuple(blocks),
     )
 
 
@@ -366,7 +378,7 @@ def plan(profile: StepProfile, limit: int, rates: TransferRates) -> OffloadPlan:
 
 def first_plan(profile: StepProfile, limit: int, rates: TransferRates) -> OffloadPlan:
     """The best of the candidates that fit."""
-    fitting = (out for out in _candidates(profile, limit, rates) if profile.kept_bytes(out) <= limit)
+    fitting = (out for out in _candidates(profile, limit, rates) if profile.peak_bytes(out) <= limit)
     return min((OffloadPlan(out, predict(profile, out, rates)) for out in fitting), key=badness)
 
 
@@ -381,7 +393,7 @@ def improved(profile: StepProfile, limit: int, rates: TransferRates, best: Offlo
                 return best
             exchanges -= 1
             out = best.out ^ exchanged
-            if profile.kept_bytes(out) > limit:
+            if profile.peak_bytes(out) > limit:
                 continue
             if badness(other := OffloadPlan(out, predict(profile, out, rates))) < badness(best):
                 best, is_better = other, True
