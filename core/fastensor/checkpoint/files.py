@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.ordering import wait_to_remove
-from fastensor.checkpoint.remote import refusals_as_os_errors
 from fastensor.checkpoint.writing.freeing import freeing_afterwards
 from fastensor.files import posix
 from fastensor.files.new_directory import remove_directory
+from fastensor.files.os_errors import refusals_as_os_errors
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

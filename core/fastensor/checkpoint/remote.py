@@ -8,8 +8,8 @@ import io
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
@@ -23,7 +23,8 @@ from fastensor.checkpoint.location import NO_LOCAL_FILE, RemotePath, keep_in_chi
 from fastensor.checkpoint.reading.opened import LocalFile, OpenedFile, OpenedReader, ReadOptions
 from fastensor.checkpoint.writing.outputs import StreamOutput
 from fastensor.checkpoint.writing.report import Freeing
-from fastensor.errors import BackendUnavailableError, FastensorError
+from fastensor.errors import BackendUnavailableError
+from fastensor.files.os_errors import refusals_as_os_errors
 from fastensor.files.posix import TEMPORARY_SUFFIX
 
 if TYPE_CHECKING:
@@ -130,20 +131,6 @@ def _rename(filesystem: AbstractFileSystem, source: str, target: str) -> None:
         filesystem.rm_file(source)
     if not filesystem.isfile(target):
         raise OSError(errno.EIO, "the filesystem moved the file somewhere else")
-
-
-@contextmanager
-def refusals_as_os_errors() -> Iterator[None]:
-    """Raise every error of a filesystem as ``OSError`` with an ``errno``: libraries raise what they like."""
-    try:
-        yield
-    except (OSError, FastensorError) as error:
-        if isinstance(error, OSError) and error.errno is None and not isinstance(error, FileNotFoundError):
-            code = errno.EACCES if isinstance(error, PermissionError) else errno.EIO
-            raise OSError(code, str(error)) from error
-        raise
-    except Exception as error:
-        raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
 
 
 class OnlyWholeError(Exception):

@@ -73,7 +73,18 @@ def _branches_above(name: str) -> Iterator[str]:
 
 
 def _as_json(found: Inspection, depth: int | None) -> dict[str, Any]:
-    described = [{**asdict(tensor), "dtype": dtype_name(tensor), "nbytes": tensor.nbytes} for tensor in found.tensors]
+    described = [
+        {
+            "name": tensor.name,
+            "kind": tensor.kind,
+            "dtype": dtype_name(tensor.dtype),
+            "shape": tensor.shape,
+            "part": tensor.part,
+            "crc32": tensor.crc32,
+            "nbytes": tensor.nbytes,
+        }
+        for tensor in found.tensors  # asdict() copies each value, which takes ten times as long
+    ]
     shown = {
         "path": found.path,
         "container": found.container,
@@ -101,7 +112,7 @@ def _file_as_json(name: str, found: Inspection) -> dict[str, Any]:
 
 
 def _by_dtype(found: Inspection) -> dict[str, tuple[Totals, str]]:
-    return grouped(found.tensors, found.ties, map(dtype_name, found.tensors))
+    return grouped(found.tensors, found.ties, (dtype_name(tensor.dtype) for tensor in found.tensors))
 
 
 def _by_prefix(found: Inspection, depth: int) -> dict[str, tuple[Totals, str]]:
@@ -154,11 +165,11 @@ def _print_files(found: Inspection) -> None:
 
 
 def _print_tensors(found: Inspection, depth: int | None, most: int) -> None:
-    dtypes = _by_dtype(found)
-    if len(dtypes) > 1:
+    if len({tensor.dtype for tensor in found.tensors}) > 1:
         print()
         table = [
-            [name, str(one.tensors), f"{one.parameters:,}", human_size(one.nbytes)] for name, (one, _) in dtypes.items()
+            [name, str(one.tensors), f"{one.parameters:,}", human_size(one.nbytes)]
+            for name, (one, _) in _by_dtype(found).items()
         ]
         print_table(["dtype", "tensors", "parameters", "size"], table, right=(1, 2, 3))
     if not found.tensors:
@@ -179,7 +190,7 @@ def _print_each(tensors: Sequence[TensorInfo], most: int) -> None:
         [
             _shortened(tensor.name, most),
             tensor.kind,
-            dtype_name(tensor),
+            dtype_name(tensor.dtype),
             " × ".join(map(str, tensor.shape)) or "scalar",
             human_size(tensor.nbytes),
             "" if tensor.crc32 is None else f"{tensor.crc32:08x}",

@@ -30,13 +30,9 @@ class Totals:
     """Size of the tensors, each counted."""
 
 
-def dtype_name(tensor: TensorInfo) -> str:
-    """The name of a tensor's dtype, without that of torch."""
-    return _name_of(tensor.dtype)
-
-
 @cache
-def _name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, without that of torch."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -48,21 +44,16 @@ def totals(tensors: Sequence[TensorInfo], tied: Sequence[Sequence[str]]) -> Tota
         tied: groups of names that share memory. All but the largest of a group add no parameters.
     """
     found = Totals(len(tensors))
-    for tensor, count in _counted(tensors):
-        found.nbytes += count * tensor.nbytes
-        found.parameters += count * math.prod(tensor.shape)
+    kinds = Counter([(tensor.dtype, tensor.shape) for tensor in tensors])  # few, where there are many tensors
+    for (dtype, shape), count in kinds.items():
+        parameters = count * math.prod(shape)
+        found.parameters += parameters
+        found.nbytes += parameters * dtype.itemsize
     if tied:
         by_name = {tensor.name: tensor for tensor in tensors}
         for group in tied:
             found.parameters -= _repeated([by_name[name] for name in group if name in by_name])
     return found
-
-
-def _counted(tensors: Sequence[TensorInfo]) -> list[tuple[TensorInfo, int]]:
-    """A tensor of each dtype and shape, and how many there are of them: few, where there are many tensors."""
-    kinds = {(tensor.dtype, tensor.shape): tensor for tensor in tensors}
-    counts = Counter([(tensor.dtype, tensor.shape) for tensor in tensors])
-    return [(kinds[kind], count) for kind, count in counts.items()]
 
 
 def _repeated(group: Sequence[TensorInfo]) -> int:
@@ -84,7 +75,8 @@ def grouped(
     for tensor, name in zip(tensors, names, strict=True):
         groups[name].append(tensor)
     return {
-        name: (totals(group, tied), ", ".join(sorted(set(map(dtype_name, group))))) for name, group in groups.items()
+        name: (totals(group, tied), ", ".join(sorted(map(dtype_name, {tensor.dtype for tensor in group}))))
+        for name, group in groups.items()
     }
 
 

@@ -91,3 +91,17 @@ def read_error(
         return CorruptCheckpointError(f"{path}: {error.strerror}; it was cut off")
     message = f"{what} ({error.strerror or error})"
     return caught_as(CheckpointReadError(error.errno or errno.EIO, message, path), type(error))
+
+
+@contextmanager
+def refusals_as_os_errors() -> Iterator[None]:
+    """Raise every error of a remote filesystem as ``OSError`` with an ``errno``: libraries raise what they like."""
+    try:
+        yield
+    except (OSError, FastensorError) as error:
+        if isinstance(error, OSError) and error.errno is None and not isinstance(error, FileNotFoundError):
+            code = errno.EACCES if isinstance(error, PermissionError) else errno.EIO
+            raise OSError(code, str(error)) from error
+        raise
+    except Exception as error:
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error

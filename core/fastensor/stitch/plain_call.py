@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from fastensor.stitch.plain_tensors import NotAsTorchWritesError
-from fastensor.stitch.shape import is_shape, kept_if_short
+from fastensor.stitch.shape import is_shape
 
 _GET, _PUT, _INT = rb"(?:h.|j....)", rb"(?:q.|r....)", rb"(?:K.|M..|J...[\x00-\x7f])"
-_INTS = rb"(?:\)|%(i)b\x85|%(i)b{2}\x86|%(i)b{3}\x87|\(%(i)b{4,}t)" % {b"i": _INT}
+_INTS = rb"(?:\)|%(i)b\x85|%(i)b{2}\x86|%(i)b{3}\x87|\(%(i)b{4,25}t)" % {b"i": _INT}
 PLAIN_CALL = re.compile(
     rb"\(\((?P<word>%(get)b)(?P<kind>%(get)b)X(?P<length>[\x01-\x09])\0\0\0(?P<key>[0-9]{1,9})(?P<put_key>%(put)b)"
     rb"(?P<location>%(get)b)(?P<numel>%(int)b)t(?P<put_id>%(put)b)Q"
@@ -25,6 +26,8 @@ id of a storage (the word, class, key, location, number of elements), the offset
 ``requires_grad``, an empty dict of hooks. An empty tuple is not put into the memo."""
 _INTEGER_NBYTES = {ord("K"): 1, ord("M"): 2, ord("J"): 4}
 _MARK = b"("
+_from_bytes = int.from_bytes
+"""Looked up once: there may be a million tensors."""
 _TRUE = b"\x88"
 
 
@@ -75,7 +78,7 @@ class Memo(dict[int, Any]):
         if number < self._end:
             raise NotAsTorchWritesError("a number in the memo that is not above those before it")
         self._end = number + 1
-        super().__setitem__(number, value)
+        dict.__setitem__(self, number, value)
 
     def __missing__(self, number: int) -> Any:
         raise NotAsTorchWritesError("a value of the memo that is not there, or that torch never takes")
@@ -96,10 +99,10 @@ class Memo(dict[int, Any]):
         text, key_number, end = key.decode(), number_in(put_key), self._end
         for put in (put_key, put_id, put_size, put_stride, put_hooks, put_arguments):
             if put is not None:
-                if (number := int.from_bytes(put, "little") >> 8) < end:  # number_in, inline: there may be a million
+                if (number := _from_bytes(put, "little") >> 8) < end:  # number_in, inline: there may be a million
                     raise NotAsTorchWritesError("a number in the memo that is not above those before it")
                 end = number + 1
-        super().__setitem__(key_number, text)
+        dict.__setitem__(self, key_number, text)
         self._end = end
         return PlainCall(
             source, text, key_number, number_in(numel), number_in(offset), *geometry, grad == _TRUE, found.end()
@@ -114,10 +117,10 @@ class Memo(dict[int, Any]):
 
 def number_in(operation: bytes) -> int:
     """The number behind an opcode."""
-    return int.from_bytes(operation, "little") >> 8
+    return _from_bytes(operation, "little") >> 8
 
 
-@kept_if_short
+@lru_cache(maxsize=4096)
 def geometry_of(size: bytes, stride: bytes) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The shape and the strides that opcodes make; None if no tensor has them."""
     shape, steps = _tuple_of(size), _tuple_of(stride)

@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase
 from fastensor.checkpoint.directories import METADATA_NAME
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.reading.opened import OpenedFile, opened
-from fastensor.checkpoint.remote import Upload, open_remote, refusals_as_os_errors
+from fastensor.checkpoint.remote import Upload, open_remote
 from fastensor.checkpoint.writing.freeing import freeing_afterwards
 from fastensor.checkpoint.writing.outputs import Output, Replacement
 from fastensor.errors import CheckpointReadError, FastensorError
 from fastensor.files import posix
 from fastensor.files.atomic import LEFTOVER_SECONDS
-from fastensor.files.os_errors import read_errors, write_errors
+from fastensor.files.os_errors import read_errors, refusals_as_os_errors, write_errors
 
 _NOT_REMOVED = "a file that is not needed any more cannot be removed"
 _IN_PLACE = "no checkpoint needs it, and those beside it are as they were"

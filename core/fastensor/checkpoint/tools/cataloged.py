@@ -10,7 +10,6 @@ from functools import partial
 from typing import NamedTuple
 
 from fastensor.backends.registry import Fallback, announce
-from fastensor.backends.torch import file_for_torch
 from fastensor.checkpoint.containers import container_in, container_of
 from fastensor.checkpoint.location import Location
 from fastensor.checkpoint.models.sharded import check_holds
@@ -20,7 +19,6 @@ from fastensor.checkpoint.tools.catalog import Catalog, read_catalog
 from fastensor.files import posix
 from fastensor.files.os_errors import write_errors
 from fastensor.stitch.plain_tensors import values_kept
-from fastensor.stitch.torch_zip import write_values
 
 
 class CatalogedFile(NamedTuple):
@@ -69,6 +67,9 @@ def open_files(
 
 
 def _rewritten(file: OpenedFile, stack: ExitStack, *, verify: bool) -> tuple[OpenedFile, Catalog]:
+    from fastensor.backends.torch import file_for_torch  # few files are that old
+    from fastensor.stitch.torch_zip import write_values
+
     why = Fallback("reading tensor by tensor", f"{file.where} is written anew in $TMPDIR: torch wrote it before 1.6")
     announce(why.backend, why.reason)
     with values_kept():
