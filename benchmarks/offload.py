@@ -190,10 +190,13 @@ class SaveOnCpu:
 def searching() -> Iterator[None]:
     """Have plans be the best ones that can be found. Passes that warm up are planned three times at most."""
 
-    def plan(*arguments: Any) -> scheduler.OffloadPlan:
+    def with_blocks(*arguments: Any) -> scheduler.OffloadPlan:
         return best_plan(*arguments[:3])
 
-    with mock.patch.object(planner, "plan_with_blocks", plan), mock.patch.object(planner, "plan", plan):
+    def plan(profile: scheduler.StepProfile, limit: int, rates: scheduler.TransferRates) -> scheduler.OffloadPlan:
+        return best_plan(replace(profile, blocks=()), limit, rates)
+
+    with mock.patch.object(planner, "plan_with_blocks", with_blocks), mock.patch.object(planner, "plan", plan):
         yield
 
 
