@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,17 @@ import pytest
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    import offload_trainers  # type: ignore[import-not-found]
-
-    return offload_trainers
+    folder = Path(__file__).parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(folder)
+    module = None
+    for name in ("offload", "offload_trainers"):  # the folder of other tests is a package "offload", too
+        spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+    return module
 
 
 def found(benchmark: Any, **of_default: Any) -> dict[str, Any]:
