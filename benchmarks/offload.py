@@ -237,9 +237,8 @@ def sparse_nbytes(task: Task) -> tuple[int, int]:
     return counted.sparse_nbytes, counted.nbytes
 
 
-def largest_and_checkpointed(task: Task) -> tuple[int, int]:
-    """The bytes of the largest tensor that a step saves; and the most bytes of saved tensors in memory at a time, if
-    all blocks save their inputs only."""
+def checkpointed_nbytes(task: Task) -> int:
+    """The most bytes of saved tensors in memory at a time, if all blocks save their inputs only."""
     net, data = MODELS[task.model]()
     net, data = net.to(task.device), data.to(task.device)
     with ActivationOffload(task.config(schedule=1 << 50, recompute="auto")) as offload:
@@ -250,7 +249,7 @@ def largest_and_checkpointed(task: Task) -> tuple[int, int]:
             loss.backward()
         plan = offload.plan()
     assert plan is not None
-    return max(one.nbytes for one in plan.tensors), plan.ways["recompute"].peak_bytes
+    return plan.ways["recompute"].peak_bytes
 
 
 def _so_far(offload: Any) -> tuple[float, int, int]:

@@ -1,17 +1,16 @@
 """The part of ``offload.py`` that gives each way the same room: keep, move or recompute, block by block.
 
-For each model the bytes that a step saves are counted. In rooms of a half, a quarter and a tenth of them, transfers
-have a quarter of the room, or four times the largest tensor if that is more, but no more than a half; a schedule may
-keep the rest:
+For each model the bytes that a step saves are counted. Rooms are a half, a quarter and a tenth of them
+(``memory_bytes``):
 
-- ``auto``: by the schedule, with ``recompute="auto"``; ``moving``: the same without;
+- ``auto``: with ``recompute="auto"``; ``moving``: without;
 - ``oracle``: as ``auto``, by the best plan that two seconds of simulated annealing find for the same measurements.
 
 Beside them is what does not know of rooms: ``all`` (everything moves), ``checkpointing``, ``checkpointing, inputs
-moved`` (by ``all``), and ``half``. ``auto, room of checkpointing`` has the room that checkpointing takes, of which
-transfers have an eighth: what the process has grown in the same round, or what the inputs of all blocks and
-one block take, if that is more. The process grows by less than that where gradients of parameters, which come later,
-take more. ``--shares`` without numbers leaves the other rooms out.
+moved`` (by ``all``), and ``half``. ``auto, room of checkpointing`` has the room that checkpointing takes: what the
+process has grown in the same round, or what the inputs of all blocks and one block take, if that is more. The process
+grows by less than that where gradients of parameters, which come later, take more. ``--shares`` without numbers leaves
+the other rooms out.
 """
 
 from __future__ import annotations
@@ -35,37 +34,33 @@ ANYWHERE = (NONE, DROPPED, ALL, CHECKPOINTING, INPUTS_MOVED, HALF)
 MOST_OF_BEST, MOST_OF_ORACLE = 1.03, 1.05
 
 
-def options_of(name: str, room: int, largest: int = 0) -> dict[str, Any]:
+def options_of(name: str, room: int) -> dict[str, Any]:
     """The options of an offload.
 
     Args:
         name: of the way.
         room: bytes that it may take.
-        largest: bytes of the largest tensor that a step saves.
     """
     if name in (ALL, INPUTS_MOVED):
         return {"schedule": "all"}
     if name == HALF:
         return {"schedule": 0.5}
-    moving = room // 8 if name == EQUAL else min(max(room // 4, 4 * largest), room // 2)
-    # what is read ahead takes its room twice
-    in_room = {"schedule": room - moving, "staging_bytes": moving // 2, "prefetch_bytes": moving // 4}
-    return in_room if name == MOVING else in_room | {"recompute": "auto"}
+    return {"memory_bytes": room} | ({} if name == MOVING else {"recompute": "auto"})
 
 
 def measure(task: Any, rounds: int, shares: Sequence[int] = SHARES) -> dict[str, Any]:
     """All ways of a model."""
-    from offload import Run, in_fresh_process, largest_and_checkpointed, sparse_nbytes, train
+    from offload import Run, checkpointed_nbytes, in_fresh_process, sparse_nbytes, train
 
     _, saved = in_fresh_process(sparse_nbytes, task)
-    largest, checkpointed = in_fresh_process(largest_and_checkpointed, task)
+    checkpointed = in_fresh_process(checkpointed_nbytes, task)
     runs = [(name, 0) for name in ANYWHERE]
     runs += [(name, saved // share) for share in shares for name in (AUTO, MOVING, ORACLE)]
     of: dict[str, list[Run]] = {}
 
     def run(name: str, room: int) -> None:
         settle()
-        options = {} if name in (NONE, DROPPED, CHECKPOINTING) else options_of(name, room, largest)
+        options = {} if name in (NONE, DROPPED, CHECKPOINTING) else options_of(name, room)
         found = in_fresh_process(train, task, name, options)
         of.setdefault(f"{name}/{0 if name == EQUAL else room}", []).append(found)
         print(task.model, room >> 20, found, flush=True)

@@ -9,8 +9,8 @@ or by Lightning's callback. The ways:
 - ``checkpointing``: ``gradient_checkpointing=True``; in Lightning ``model.gradient_checkpointing_enable()``;
 - ``checkpointing, inputs moved``: the same, and the inputs of blocks are offloaded (``schedule="all"``);
 - ``auto, room of checkpointing``: offload with ``recompute="auto"`` in the room that checkpointing needs: the saved
-  tensors that it leaves in memory, and those of one block, which are counted in a step before all others. Transfers
-  have an eighth of it, so that a block that is computed again can fit into the rest;
+  tensors that it leaves in memory, and those of one block, which are counted in a step before all others
+  (``memory_bytes``);
 - ``default``: offload without options.
 
 A *step* is what the trainer does with a batch, from the forward pass to the optimizer: the median without the first

@@ -125,6 +125,12 @@ class FastensorConfig:
         "which activations leave memory: auto (as few as what is free demands; default), all, a number of bytes that "
         "may stay, or a share such as 0.5",
     )
+    offload_memory_bytes: int | str | None = _option(
+        None,
+        "--fastensor_offload_memory_bytes",
+        "most bytes of memory that activations may take in all, transfers included, in place of a schedule and of "
+        "staging and prefetch bytes; default: by the schedule",
+    )
     offload_min_bytes: int | str | None = _option(
         None, "--fastensor_offload_min_bytes", "smaller activations stay in memory; default: 262144"
     )
@@ -211,6 +217,7 @@ class FastensorConfig:
             name: getattr(self, f"offload_{name}")
             for name in (
                 "directories",
+                "memory_bytes",
                 "min_bytes",
                 "staging_bytes",
                 "prefetch_bytes",

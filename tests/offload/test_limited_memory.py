@@ -95,9 +95,8 @@ class Block(nn.Module):
 
 model = nn.Sequential(*(Block() for _ in range(16)))
 data = torch.randn(2048, 128)
-config = OffloadConfig(
-    directories=(folder,), staging_bytes="8MiB", prefetch_bytes="8MiB", recompute=False if how == "move" else "auto"
-)
+room_of = {"memory_bytes": "24MiB"} if how == "divided" else {"staging_bytes": "8MiB", "prefetch_bytes": "8MiB"}
+config = OffloadConfig(directories=(folder,), recompute=False if how == "move" else "auto", **room_of)
 offload = None if how == "keep" else ActivationOffload(config)
 if offload is not None:
     offload.attach(model)
@@ -130,7 +129,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run(folder / "train.py", folder, "keep", 0, ROOT / "tests").stdout
 
 
-@pytest.mark.parametrize("how", ["keep", "move", "auto", "recompute"])
+@pytest.mark.parametrize("how", ["keep", "move", "auto", "recompute", "divided"])
 def test_blocks_that_are_computed_again_take_no_more_than_was_planned(tmp_path: Path, losses: str, how: str) -> None:
     """By the processors, the disk, or both: training fits into two thirds of what its activations take."""
     program = tmp_path / "train.py"

@@ -20,7 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastensor.errors import OffloadError
 from fastensor.files.words import human_size
-from fastensor.offload import ActivationOffload, OffloadConfig, hooks, host_memory, limits, planner, swapper
+from fastensor.offload import ActivationOffload, OffloadConfig, hooks, host_memory, limits, planner, scheduler, swapper
+from fastensor.offload.config import SHARES_OF_TRANSFERS
 from fastensor.offload.forward import ForwardPass, PrefetchSchedules
 from fastensor.offload.planner import PassRecord, SavedTensor
 from fastensor.offload.scheduler import TransferRates
@@ -900,6 +901,97 @@ def test_bytes_that_an_interrupt_has_counted_are_forgotten(
     assert offload.statistics().kept["fits"] - before == 3 * 3 * EACH
 
 
+# --- memory that is given in all
+
+
+@pytest.mark.parametrize("by_host", [False, True], ids=["", "staged"])
+@pytest.mark.parametrize("share", SHARES_OF_TRANSFERS)
+def test_memory_is_divided_by_plan(
+    make: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, share: int, by_host: bool
+) -> None:
+    """Once the second pass is known, for good; transfers go by it."""
+    if by_host:
+        request.getfixturevalue("staged")
+    memory, tried = 64 * EACH, []
+
+    def predict(profile: Any, out: Any, rates: TransferRates) -> scheduler.Prediction:
+        moving = 2 * rates.staging_bytes
+        assert rates.prefetch_bytes == moving // 4
+        tried.append(moving)
+        found = scheduler.predict(profile, out, rates)
+        return dataclasses.replace(found, step_seconds=1.0 if moving == memory // share else 2.0)
+
+    monkeypatch.setattr(planner, "predict", predict)
+    offload, net = make(schedule="auto", memory_bytes=memory), Net(80)
+    expected, budgets = train(net, None), []
+    for _ in range(6):
+        assert same(train(net, offload), expected)
+        found = offload._engine.swapper(torch.device("cpu"))
+        budgets.append(
+            (found._pending.limit, found._tiers.staging_nbytes, found._loaded.limit, found._loaded.host.budget)
+        )
+    parts = {one: memory // one for one in SHARES_OF_TRANSFERS}
+    assert tried == [parts[4], *parts.values(), parts[share]], "the forms of passes 1, 2 and 4"
+    at_first, then = ((part // 2, part // 2, part // 4, part // 4) for part in (parts[4], parts[share]))
+    assert budgets == [at_first] * 2 + [then] * 4
+    plan_of_it = offload.plan()
+    assert plan_of_it is not None
+    assert (plan_of_it.limit_bytes, plan_of_it.transfer_bytes) == (memory - parts[share], parts[share])
+    assert f"that may stay, beside {human_size(parts[share])} for transfers" in str(plan_of_it)
+
+
+@pytest.mark.parametrize("recompute", [False, "auto"])
+def test_memory_in_all_is_not_exceeded(make: Any, recompute: Any) -> None:
+    offload, net = make(schedule="auto", memory_bytes=64 * EACH, recompute=recompute), Net(100)
+    offload.attach(net)
+    expected = train(net, None)
+    for _ in range(6):
+        assert same(train(net, offload), expected)
+    found = offload.statistics()
+    assert found.peak_saved_bytes == 101 * EACH
+    assert found.peak_memory_bytes <= 64 * EACH
+
+
+def test_a_division_in_which_large_tensors_take_no_more_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much longer a step takes."""
+    record, cpu = PassRecord(form=1), torch.device("cpu")
+    for mark in range(12):
+        tensor = SavedTensor(
+            mark, 10_000, cpu, torch.uint8, torch.Size([10_000]), "", float(mark), needed_at=20.0 - mark
+        )
+        record.tensors.append(tensor)
+    seen: dict[int, float] = {}
+
+    def predict(profile: Any, out: Any, rates: TransferRates) -> scheduler.Prediction:
+        found = scheduler.predict(profile, out, rates)
+        seconds = seen[rates.staging_bytes] = 1.0 if rates.staging_bytes == 80_000 // 16 // 2 else 3.0
+        return dataclasses.replace(found, step_seconds=seconds)
+
+    monkeypatch.setattr(planner, "predict", predict)
+    rates = TransferRates(100.0, 100.0, 0, 0)
+    found = planner.Planner(OffloadConfig(memory_bytes=80_000), lambda: rates, lambda: 0).planned(record)
+    assert seen == {10_000: 3.0, 2_500: 1.0, 20_000: 3.0}
+    assert found.limits == {cpu: 40_000}, "10,000 may be read ahead"
+
+
+def test_a_dry_run_divides_memory(make: Any) -> None:
+    net = Net()
+    found = make(schedule="auto", memory_bytes=5 * EACH).dry_run(lambda: train(net, None)).plan
+    assert found.limit_bytes + found.transfer_bytes == pytest.approx(5 * EACH, abs=4)
+    assert 0 < found.offloaded_bytes < SAVED * EACH
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"schedule": "all"}, {"schedule": 0}, {"schedule": 0.5}, {"staging_bytes": 5}, {"prefetch_bytes": 0}],
+    ids=str,
+)
+def test_memory_in_all_is_divided_by_nobody_else(given: dict[str, Any]) -> None:
+    ((name, value),) = given.items()
+    with pytest.raises(TypeError, match=f"the plan divides memory_bytes: .*; found {name}={value!r}"):
+        OffloadConfig(memory_bytes="1GiB", **given)
+
+
 # --- what users give
 
 
@@ -917,6 +1009,7 @@ def test_schedules_that_mean_nothing(schedule: Any) -> None:
         ({"prefetch_bytes": 1e8}, "prefetch_bytes is a whole number of bytes, or a text such as '2GiB', found 1"),
         ({"staging_bytes": True}, "staging_bytes is a whole number of bytes, or a text such as '2GiB', found True"),
         ({"staging_bytes": 0}, "staging_bytes is at least 1, found 0"),
+        ({"memory_bytes": 63}, "memory_bytes is at least 64, found 63"),
         ({"dram_bytes": -1}, "dram_bytes is at least 0, found -1"),
         ({"drive_tbw": float("nan")}, "drive_tbw is at least 0, found nan"),
         ({"drive_days": None}, "drive_days is a number, found None"),

@@ -24,12 +24,14 @@ Schedule: TypeAlias = Literal["auto", "all"] | int | float
 Tier: TypeAlias = Literal["ssd", "dram"]
 WhenFull: TypeAlias = Literal["keep", "raise"]
 Recompute: TypeAlias = Literal["auto", False] | tuple[str, ...]
-_SIZES = ("min_bytes", "staging_bytes", "prefetch_bytes", "dram_bytes", "ssd_bytes")
-_OPTIONAL_SIZES = ("staging_bytes", "prefetch_bytes", "dram_bytes", "ssd_bytes")
+_SIZES = ("min_bytes", "memory_bytes", "staging_bytes", "prefetch_bytes", "dram_bytes", "ssd_bytes")
+_OPTIONAL_SIZES = ("memory_bytes", "staging_bytes", "prefetch_bytes", "dram_bytes", "ssd_bytes")
 _LEAST_BUDGET = 128 << 20
 _SHARE_OF_GPU, _SHARE_OF_HOST = 32, 8
-_LEAST = {"min_bytes": 1, "staging_bytes": 1}
-"""The least values of sizes that may not be 0."""
+_LEAST = {"min_bytes": 1, "memory_bytes": 64, "staging_bytes": 1}
+"""The least values of sizes that may not be 0. Each part of ``memory_bytes`` is to be at least a byte."""
+SHARES_OF_TRANSFERS = (4, 16, 2)
+"""Transfers have one part in so many of ``memory_bytes``: the first one, until the plan chooses."""
 
 
 @checks_keywords
@@ -66,6 +68,15 @@ class OffloadConfig:
 
     The first forward passes of a kind are measured, and then planned (the FlashNeuron paper, section 3.3):
     :meth:`ActivationOffload.plan` shows it."""
+    memory_bytes: int | None = None
+    """The most bytes of memory that saved tensors may take on each device in all: those that stay, a block that is
+    computed again, and transfers. The plan divides it, so that a step is the shortest. In place of ``schedule``,
+    ``staging_bytes`` and ``prefetch_bytes``, of which it is ``schedule + staging_bytes + 2 * prefetch_bytes``.
+
+    Transfers have a quarter of it, until a form of forward pass has come for the second time: then a sixteenth, a
+    quarter or a half, for good. The largest tensor that leaves is to fit into what is read ahead, a quarter of their
+    part, or takes more than is given while it moves. ``dram_bytes``, staging blocks (32 MiB) and what
+    :attr:`return_freed_memory` leaves come on top."""
     min_bytes: int = 256 << 10
     """Saved tensors of fewer bytes stay in memory."""
     staging_bytes: int | None = None
@@ -160,6 +171,16 @@ class OffloadConfig:
             _check_number("drive_tbw", self.drive_tbw)
         self._read_sizes()
         _check_schedule(self.schedule)
+        divided = {
+            "schedule": self.schedule,
+            "staging_bytes": self.staging_bytes,
+            "prefetch_bytes": self.prefetch_bytes,
+        }
+        given = [f"{name}={value!r}" for name, value in divided.items() if value not in ("auto", None)]
+        if self.memory_bytes is not None and given:
+            raise TypeError(
+                f"the plan divides memory_bytes: give it without {', '.join(divided)}; found {', '.join(given)}"
+            )
         names = ("directories", "include", "exclude", "codecs")
         for name in names if self.recompute in ("auto", False) else (*names, "recompute"):
             value = getattr(self, name)
@@ -210,6 +231,28 @@ class OffloadConfig:
             self,
             staging_bytes=budget if staging is None else staging,
             prefetch_bytes=budget if prefetch is None else prefetch,
+        )
+
+    def divided(self, share: int = SHARES_OF_TRANSFERS[0]) -> OffloadConfig:
+        """The configuration with ``memory_bytes`` divided.
+
+        Args:
+            share: transfers have one part in so many: half of it on their way out, a quarter and what is reused on
+                their way in.
+
+        >>> divided = OffloadConfig(memory_bytes=1600).divided(16)
+        >>> divided.schedule, divided.staging_bytes, divided.prefetch_bytes, OffloadConfig().divided().schedule
+        (1500, 50, 25, 'auto')
+        """
+        if self.memory_bytes is None:
+            return self
+        moving = self.memory_bytes // share
+        return dataclasses.replace(
+            self,
+            memory_bytes=None,
+            schedule=self.memory_bytes - moving,
+            staging_bytes=moving // 2,
+            prefetch_bytes=moving // 4,
         )
 
     @property
@@ -265,6 +308,7 @@ class OffloadOptions(TypedDict, total=False):
     directories: tuple[str, ...]
     target: Tier
     schedule: Schedule | str
+    memory_bytes: int | str | None
     min_bytes: int | str
     staging_bytes: int | str | None
     prefetch_bytes: int | str | None
@@ -351,4 +395,4 @@ def dry_run_config(config: OffloadConfig) -> OffloadConfig:
     >>> dry_run_config(OffloadConfig(schedule=0.5)).schedule, dry_run_config(OffloadConfig(schedule="all")).schedule
     (0, 'all')
     """
-    return dataclasses.replace(config, schedule=0 if config.keeps_some else "all", trace=None)
+    return dataclasses.replace(config.divided(), schedule=0 if config.keeps_some else "all", trace=None)

@@ -87,7 +87,7 @@ class OffloadEngine:
                 is_limited = is_address_space_limited()
                 if is_limited and self.config.return_freed_memory:
                     spare_address_space()
-                self._swapper = Swapper(self.config.for_device(device), self._counters, self.trace)
+                self._swapper = Swapper(self.planner.config.for_device(device), self._counters, self.trace)
                 if is_limited:  # stacks count: what is free is found out when there are all
                     self._swapper.start_threads()
                 if self.closed:  # by another thread, or in the middle of the step: everything stays in memory
@@ -147,7 +147,11 @@ class OffloadEngine:
             self._forward_passes += 1
             if self._forward_passes % _FORGET_REFERENCED_EVERY == 0:
                 swapper.externally_referenced.clear()
-        return ForwardPass(swapper, self._schedules, self.planner.begin_pass(is_rest=is_rest))
+        record = self.planner.begin_pass(is_rest=is_rest)
+        if self.config.memory_bytes is not None:
+            config = self.planner.config
+            swapper.set_budgets(config.staging_nbytes, config.prefetch_nbytes)
+        return ForwardPass(swapper, self._schedules, record)
 
     def _rates(self) -> TransferRates | None:
         """Rates of transfers since they were last found out, or since the one time before, if little has moved

@@ -164,7 +164,7 @@ class HostMemory:
     """
 
     def __init__(self, budget: int) -> None:
-        self._budget = budget
+        self.budget = budget
         self._closed = False
         self._returned: deque[mmap.mmap] = deque()
         """Memory of freed storages, appended by finalizers, which must not wait."""
@@ -190,12 +190,12 @@ class HostMemory:
 
     def clear(self) -> None:
         """Return all kept memory to the system, and keep none from now on."""
-        self._closed, self._budget = True, 0
+        self._closed, self.budget = True, 0
         self.trim()
 
     def trim(self, most: int | None = None) -> None:
         """Collect the memory of freed storages, and return to the system what exceeds ``most``, or the budget."""
-        most = self._budget if most is None else most
+        most = self.budget if most is None else most
         while self._returned:
             memory = self._returned.popleft()
             self._idle.setdefault(len(memory), []).append(memory)

@@ -168,7 +168,7 @@ class Jobs:
     def _stage(self, saved: SavedBytes) -> None:
         """Copy a range to staging blocks, and free its memory on the device. Ranges larger than ``staging_bytes`` are
         written piece by piece instead."""
-        if cost(saved) > self._config.staging_nbytes:
+        if cost(saved) > self._tiers.staging_nbytes:
             return
         while True:
             with self._lock:

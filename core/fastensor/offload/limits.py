@@ -57,13 +57,13 @@ class MemoryLimits:
     :class:`~fastensor.offload.planner.Planner` held; handles may go in any thread.
 
     Args:
-        config: the schedule, and the budgets of transfers.
+        config: the schedule, and the budgets of transfers. The planner replaces it when it divides memory.
         unallocated: bytes of gradients that the backward pass will allocate.
         in_transit: bytes of host memory that transfers take now, of their budgets.
     """
 
     def __init__(self, config: OffloadConfig, unallocated: Callable[[], int], in_transit: Callable[[], int]) -> None:
-        self._config = config
+        self.config = config
         self._unallocated = unallocated
         self._in_transit = in_transit
         self._released: deque[tuple[torch.device, int]] = deque()
@@ -112,8 +112,8 @@ class MemoryLimits:
     def limit(self, device: torch.device) -> int:
         """The most bytes that may stay on a device, those that do included."""
         self.kept_bytes()  # what went leaves room
-        if isinstance(self._config.schedule, int):
-            return self._config.schedule
+        if isinstance(self.config.schedule, int):
+            return self.config.schedule
         if device not in self._limits:
             left = _free_memory(device) - self._reserve(device)
             self._limits[device] = int(_SHARE_OF_FREE_MEMORY * left) + self._kept[device]
@@ -121,7 +121,7 @@ class MemoryLimits:
 
     def _reserve(self, device: torch.device) -> int:
         """Bytes of free memory that transfers and gradients will take."""
-        config = self._config.for_device(device)
+        config = self.config.for_device(device)
         reserve = config.staging_nbytes + config.prefetch_nbytes + self._unallocated()
         if device == _HOST:  # which also keeps memory that was read into, for what is read next
             reserve += config.prefetch_nbytes + (config.dram_bytes or 0) - self._in_transit()
@@ -130,7 +130,7 @@ class MemoryLimits:
     def begin_pass(self) -> None:
         """Find out how much this process may have in use in the pass that begins, if the schedule is a number of bytes:
         what it has in use beside saved tensors, the room of these and of transfers, and gradients."""
-        config = self._config
+        config = self.config
         if isinstance(config.schedule, int):
             self.kept_bytes()  # what went is not kept any more
             others = bytes_in_use() - self._kept[_HOST] - self._in_transit()

@@ -12,10 +12,11 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 
-from fastensor.offload.config import OffloadConfig
+from fastensor.offload.config import SHARES_OF_TRANSFERS, OffloadConfig
 from fastensor.offload.host_memory import is_address_space_limited
 from fastensor.offload.limits import OPERATION_TENSORS, KeptBytes, MemoryLimits
 from fastensor.offload.recomputing import plan_with_blocks, without_blocks
@@ -25,6 +26,7 @@ from fastensor.offload.scheduler import (
     ProfiledTensor,
     StepProfile,
     TransferRates,
+    badness,
     plan,
     predict,
     undisturbed,
@@ -253,10 +255,14 @@ class Planner:
         unallocated: Callable[[], int],
         in_transit: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._config = config
+        self._config = config.divided()
+        self._divisions = tuple(map(config.divided, SHARES_OF_TRANSFERS)) if config.memory_bytes else ()
+        """What it may become, with ``memory_bytes``."""
+        self._is_divided = False
+        """True if that is decided."""
         self._rates = rates
         self._lock = threading.Lock()
-        self.memory = MemoryLimits(config, unallocated, in_transit)
+        self.memory = MemoryLimits(self._config, unallocated, in_transit)
         """With this lock held: what may stay, and does."""
         self._passes: deque[PassRecord] = deque(maxlen=_MOST_PASSES)
         self._unexamined = 0
@@ -266,6 +272,12 @@ class Planner:
         """Marks of tensors that leave memory by plan."""
         self._overlap = False
         """True if much of a forward pass has stayed in memory until another one began."""
+
+    @property
+    def config(self) -> OffloadConfig:
+        """The schedule and the budgets that passes go by, with ``memory_bytes`` divided."""
+        with self._lock:
+            return self._config
 
     def begin_pass(self, *, is_rest: bool = False) -> PassRecord:
         """Plan the passes that have ended, and begin to record one.
@@ -447,6 +459,21 @@ class Planner:
         """The forms of passes that have opened so, the latest one last."""
         return [form for form in self._forms.values() if form.record.opening == opening]
 
+    def _to_try(self, record: PassRecord, passes: int) -> Sequence[OffloadConfig]:
+        """The configurations of which the best one is gone by from now on: with ``memory_bytes``, once, all divisions.
+        Later passes keep that, so that what stays and leaves settles."""
+        if self._is_divided or not self._divisions or passes < _MEASURED or len(self._limits_of(record)) != 1:
+            return (self._config,)
+        self._is_divided = True
+        return self._divisions
+
+    def _rates_within(self, config: OffloadConfig, known: TransferRates | None) -> TransferRates:
+        """How fast tensors move. If memory is divided, rates were found out within budgets that may be others now."""
+        if known is not None and not self._divisions:
+            return known
+        found = known or TransferRates(UNKNOWN_BANDWIDTH, UNKNOWN_BANDWIDTH, 0, 0)
+        return dataclasses.replace(found, staging_bytes=config.staging_nbytes, prefetch_bytes=config.prefetch_nbytes)
+
     def _blocks_to_try(self, record: PassRecord, passes: int) -> Sequence[frozenset[int]] | None:
         """The sets of blocks that a plan may compute again; None for any. If the latest pass that has opened alike was
         of another form, as with experts that get other rows in each step, its blocks are tried alone."""
@@ -464,17 +491,21 @@ class Planner:
         return set[int]().union(*(form.leaving() for form in good))
 
     def _new_plan(self, record: PassRecord, profile: StepProfile, passes: int) -> PlannedForm:
-        limits = self._limits_of(record)
-        config = self._config.for_device(record.tensors[0].device if record.tensors else _HOST)
-        rates = self._rates() or TransferRates(
-            UNKNOWN_BANDWIDTH, UNKNOWN_BANDWIDTH, config.staging_nbytes, config.prefetch_nbytes
-        )
-        alone = undisturbed(profile, record.moved_nbytes, rates)
+        known = self._rates()
+        alone = profile if known is None else undisturbed(profile, record.moved_nbytes, known)
         alone = dataclasses.replace(
             alone, blocks=alone.blocks if self._config.recompute else (), is_alone=not self._overlap
         )
         blocks = self._blocks_to_try(record, passes)
-        found = _plan(record, alone, limits, rates, blocks)
+        device = record.tensors[0].device if record.tensors else _HOST
+        tried = []
+        for config in self._to_try(record, passes):
+            self._config = self.memory.config = config
+            limits, rates = self._limits_of(record), self._rates_within(config.for_device(device), known)
+            found = _plan(record, alone, limits, rates, blocks)
+            tried.append(((_beyond(alone, rates, found), badness(found)), config, limits, rates, found))
+        _, self._config, limits, rates, found = min(tried, key=itemgetter(0))
+        self.memory.config = self._config
         rest, numbers = without_blocks(alone, found.recomputed)
         out = {index for index, number in enumerate(numbers) if number in found.out}
         peak = rest.peak_bytes(out)
@@ -493,6 +524,12 @@ class Planner:
             share = int(self._config.schedule * sum(one.nbytes for one in record.tensors if one.device == device))
             return min(share, self.memory.limit(device))
         return self.memory.limit(device)
+
+
+def _beyond(profile: StepProfile, rates: TransferRates, found: OffloadPlan) -> int:
+    """The bytes by which the largest tensor that leaves is beyond what may be read ahead."""
+    nbytes = [one.nbytes for one in profile.tensors] + [one.inputs_nbytes for one in profile.blocks]
+    return max(max((nbytes[index] for index in found.out), default=0) - rates.prefetch_bytes, 0)
 
 
 def _plan(

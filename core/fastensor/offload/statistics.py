@@ -357,6 +357,8 @@ class PlanReport:
     tensors: tuple[PlannedTensor, ...]
     limit_bytes: int
     """The most bytes that may stay."""
+    transfer_bytes: int
+    """The most bytes that transfers may take besides."""
     forward_seconds: float
     backward_seconds: float
     """Measured seconds of the step without offloading: without the time in hooks."""
@@ -439,12 +441,13 @@ class PlanReport:
             yield f"{name}: {human_seconds(one.step_seconds)} a step, at most {human_size(one.peak_bytes)} in memory"
 
     def _what_stays(self) -> str:
-        kept, limit = human_size(self.kept_bytes), human_size(self.limit_bytes)
+        kept = human_size(self.kept_bytes)
+        limit = f"{human_size(self.limit_bytes)} that may stay, beside {human_size(self.transfer_bytes)} for transfers"
         if not (self.offloaded_bytes or self.recomputed_bytes):
-            return f"{kept} stay: all fit into the {limit} that may stay"
+            return f"{kept} stay: all fit into the {limit}"
         if not self.kept_bytes:
-            return f"Nothing stays: {limit} may stay"
-        return f"{kept} stay: what fits into the {limit} that may stay, and would cost the most to move"
+            return f"Nothing stays of the {limit}"
+        return f"{kept} stay: what fits into the {limit}, and would cost the most to move"
 
 
 @dataclass(frozen=True, slots=True)
@@ -499,6 +502,7 @@ def report_of(form: PlannedForm) -> PlanReport:
     return PlanReport(
         tensors,
         sum(form.limits.values()),
+        form.rates.staging_bytes + 2 * form.rates.prefetch_bytes,
         profile.forward_seconds,
         profile.backward_seconds,
         form.plan.prediction,

@@ -99,6 +99,18 @@ class Swapper:
 
     # Out. -------------------------------------------------------------------------------------------------------------
 
+    def set_budgets(self, staging_nbytes: int, prefetch_nbytes: int) -> None:
+        """Have other budgets from now on. Waits until nothing is on its way; if something is all the same, by another
+        thread, or it is closed, they stay as they are."""
+        if (self._pending.limit, self._loaded.limit) == (staging_nbytes, prefetch_nbytes):
+            return
+        self.settle()
+        with self._lock:
+            if self._pending.nbytes or self._jobs.closed:
+                return
+            self._pending.limit = self._tiers.staging_nbytes = staging_nbytes
+            self._loaded.limit = self._loaded.host.budget = prefetch_nbytes
+
     def start_threads(self) -> None:
         """Start the threads now, not with the first job. Without threads, everything stays in memory."""
         with self._lock, suppress(NoThreadsError):  # the first job reports that
@@ -214,7 +226,7 @@ class Swapper:
         self._used_nbytes = 0
         if config.keeps_some:
             if self._until_system_nbytes <= 0:
-                until_short = bytes_until_short(config.staging_nbytes + config.prefetch_nbytes + _MOST_IDLE_BYTES)
+                until_short = bytes_until_short(self._pending.limit + self._loaded.limit + _MOST_IDLE_BYTES)
                 self._until_system_nbytes = max(until_short // _SHARE_OF_USE, _LEAST_USE)
                 left = min(left, until_short)
             until_holes = max(room_for_holes // _SHARE_OF_USE, _LEAST_USE)
@@ -509,7 +521,7 @@ class Swapper:
         """Begin to read the ranges that will be needed next, as far as ``prefetch_bytes`` go."""
         if self._jobs.closed:
             return
-        window = self.config.prefetch_nbytes
+        window = self._loaded.limit
         sooner = {needed}
         for saved in upcoming:
             sooner.add(saved)

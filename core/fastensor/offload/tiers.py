@@ -56,8 +56,11 @@ class StorageTiers:
         self._slots: SlotFiles | None = None
         self._selector: Selector | None = None
         """None if the user has named a backend."""
-        staging_nbytes = config.staging_nbytes // BUFFER_NBYTES * BUFFER_NBYTES
-        self._blocks = BufferPool(lambda: in_blocks(self.dram_nbytes) + staging_nbytes)
+        self.staging_nbytes = config.staging_nbytes
+        """Bytes of ranges that may be on their way out."""
+        self._blocks = BufferPool(
+            lambda: in_blocks(self.dram_nbytes) + self.staging_nbytes // BUFFER_NBYTES * BUFFER_NBYTES
+        )
         self.copying: deque[SavedBytes] = deque()
         """Ranges that are being copied to blocks, in the order in which that was queued."""
         self._leaving: deque[tuple[Sequence[Event], list[Buffer], torch.UntypedStorage | None]] = deque()
