@@ -188,7 +188,7 @@ class SaveOnCpu:
 
 @contextmanager
 def searching() -> Iterator[None]:
-    """Have plans be the best ones that can be found. Passes that warm up are planned three times at most."""
+    """Have plans be the best ones that can be found. Passes that warm up are planned five times at most."""
 
     def with_blocks(*arguments: Any) -> scheduler.OffloadPlan:
         return best_plan(*arguments[:3])
@@ -318,7 +318,7 @@ def in_fresh_process(function: Callable[..., T], *arguments: Any, start: str = "
 def equal_memory(of: Mapping[str, list[Run]], at: int) -> dict[str, Any]:
     """The options of an offload that has the memory that gradient checkpointing has taken for activations."""
     room = max(of[CHECKPOINTING][at].memory_nbytes - of[DROPPED][at].memory_nbytes, 1 << 20)
-    return {"schedule": room // 2, "staging_bytes": room // 4, "prefetch_bytes": room // 4}
+    return {"memory_bytes": room}
 
 
 def measure_steps(task: Task, rounds: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import math
 import re
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -937,7 +938,7 @@ def test_memory_is_divided_by_plan(
     plan_of_it = offload.plan()
     assert plan_of_it is not None
     assert (plan_of_it.limit_bytes, plan_of_it.transfer_bytes) == (memory - parts[share], parts[share])
-    assert f"that may stay, beside {human_size(parts[share])} for transfers" in str(plan_of_it)
+    assert f"may stay, beside {human_size(parts[share])} for transfers" in str(plan_of_it)
 
 
 @pytest.mark.parametrize("recompute", [False, "auto"])
@@ -974,6 +975,64 @@ def test_a_division_in_which_large_tensors_take_no_more_is_preferred(monkeypatch
     assert found.limits == {cpu: 40_000}, "10,000 may be read ahead"
 
 
+def test_the_first_form_of_which_something_leaves_decides(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one that fits anyway; after one pass, if others before it have begun alike."""
+
+    def predict(profile: Any, out: Any, rates: TransferRates) -> scheduler.Prediction:
+        found = scheduler.predict(profile, out, rates)
+        seconds = 1.0 if not out or rates.staging_bytes == 2 * EACH else 2.0
+        return dataclasses.replace(found, step_seconds=seconds)
+
+    monkeypatch.setattr(planner, "predict", predict)
+    offload, small, large = make(schedule="auto", memory_bytes=64 * EACH), Net(), Net(80)
+    budgets = []
+    for net in (small, small, small, large, large, large):
+        assert same(train(net, offload), train(net, None))
+        budgets.append(offload._engine.planner.divided_budgets())
+    assert budgets == [(8 * EACH, 4 * EACH)] * 4 + [(2 * EACH, EACH)] * 2
+
+
+def test_transfers_get_more_when_earlier_passes_keep_less() -> None:
+    cpu, config = torch.device("cpu"), OffloadConfig(memory_bytes=1600)
+    deciding = planner.Planner(config, lambda: None, lambda: 0)
+    kept = deciding.keep(1, 1100, cpu)
+    assert kept is not None
+    assert deciding.divided_budgets() == (200, 100)
+    deciding.memory.config = config.divided(2)
+    assert deciding.divided_budgets() is None
+    del kept
+    assert deciding.divided_budgets() == (400, 200)
+
+
+@pytest.mark.usefixtures("staged")
+def test_staging_blocks_for_tensors_that_fit_into_the_new_part_only(make: Any) -> None:
+    """12 MiB each: an eighth of the memory has no room for one of them, a quarter has."""
+    weights = [torch.full((1024,), 1.1, requires_grad=True) for _ in range(12)]
+
+    def train(offload: ActivationOffload | None) -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 3 << 20).view(-1, 1024)
+        with nullcontext() if offload is None else offload.step():
+            for weight in weights:
+                x = (x * weight).tanh()
+            loss = x.square().mean()
+        return list(torch.autograd.grad(loss, weights))
+
+    offload, expected = make(schedule="auto", memory_bytes="64MiB", when_full="raise"), train(None)
+    for _ in range(5):
+        assert same(train(offload), expected)
+    assert offload._engine.planner.divided_budgets() == (16 << 20, 8 << 20)
+    assert offload.memory_usage()["staged"] >= 16 << 20
+    assert not offload.statistics().failed_writes
+
+
+def test_an_estimate_is_made_within_the_budgets_of_its_configuration(make: Any) -> None:
+    offload, net = make(schedule=2 * EACH, staging_bytes=EACH, prefetch_bytes=EACH), Net()
+    train(net, offload, settle=True)
+    config = OffloadConfig(schedule=2 * EACH, staging_bytes=5 * EACH, prefetch_bytes=4 * EACH, min_bytes=1)
+    assert offload.estimate(config).plan.transfer_bytes == 13 * EACH
+    assert offload.plan().transfer_bytes == 3 * EACH
+
+
 def test_a_dry_run_divides_memory(make: Any) -> None:
     net = Net()
     found = make(schedule="auto", memory_bytes=5 * EACH).dry_run(lambda: train(net, None)).plan
@@ -988,7 +1047,7 @@ def test_a_dry_run_divides_memory(make: Any) -> None:
 )
 def test_memory_in_all_is_divided_by_nobody_else(given: dict[str, Any]) -> None:
     ((name, value),) = given.items()
-    with pytest.raises(TypeError, match=f"the plan divides memory_bytes: .*; found {name}={value!r}"):
+    with pytest.raises(TypeError, match=f"^memory_bytes is divided by the plan: .*, found {name}={value!r}"):
         OffloadConfig(memory_bytes="1GiB", **given)
 
 

@@ -201,7 +201,7 @@ HOW: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
     "half": ({"schedule": 0.5}, a_slow_disk),
     "a third": ({"schedule": 0.3}, a_slow_disk),
     "a tenth": ({"schedule": 0.1}, a_slow_disk),
-    "memory in all": ({"schedule": "auto", "memory_bytes": 1 << 30}, plans_that_recompute),
+    "memory in all": ({"schedule": "auto", "memory_bytes": 100_000}, plans_that_recompute),
 }
 
 

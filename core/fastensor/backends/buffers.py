@@ -170,7 +170,7 @@ class BufferPool:
 
     Args:
         limit: returns the most bytes that the pool may map, at least ``BUFFER_NBYTES``. Called once, by the first
-            :meth:`reserve`. None: there is no limit.
+            :meth:`reserve`, and again after :meth:`forget_limit`. None: there is no limit.
     """
 
     def __init__(self, limit: Callable[[], int] | None = None) -> None:
@@ -184,6 +184,11 @@ class BufferPool:
         self._closed = False
         self._changed = threading.Condition()
         _pools.add(self)
+
+    def forget_limit(self) -> None:
+        """Have the next :meth:`reserve` ask for the limit. What is mapped already stays so."""
+        with self._changed:
+            self._most = None
 
     @property
     def nbytes(self) -> int:

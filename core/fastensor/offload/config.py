@@ -73,10 +73,12 @@ class OffloadConfig:
     computed again, and transfers. The plan divides it, so that a step is the shortest. In place of ``schedule``,
     ``staging_bytes`` and ``prefetch_bytes``, of which it is ``schedule + staging_bytes + 2 * prefetch_bytes``.
 
-    Transfers have a quarter of it, until a form of forward pass has come for the second time: then a sixteenth, a
-    quarter or a half, for good. The largest tensor that leaves is to fit into what is read ahead, a quarter of their
-    part, or takes more than is given while it moves. ``dram_bytes``, staging blocks (32 MiB) and what
-    :attr:`return_freed_memory` leaves come on top."""
+    Transfers have a quarter of it, until forward passes that begin alike were measured twice, and something leaves:
+    then a sixteenth, a quarter or a half, for good. They keep the quarter where a pass saves tensors on several
+    devices. A tensor that leaves and is larger than what may be read ahead, a quarter of their part, takes more than is
+    given while it moves, and divisions in which none does are preferred. So does a tensor that is needed in another
+    order than before. ``dram_bytes``, staging blocks (32 MiB) and what :attr:`return_freed_memory` leaves come on
+    top."""
     min_bytes: int = 256 << 10
     """Saved tensors of fewer bytes stay in memory."""
     staging_bytes: int | None = None
@@ -179,7 +181,7 @@ class OffloadConfig:
         given = [f"{name}={value!r}" for name, value in divided.items() if value not in ("auto", None)]
         if self.memory_bytes is not None and given:
             raise TypeError(
-                f"the plan divides memory_bytes: give it without {', '.join(divided)}; found {', '.join(given)}"
+                f"memory_bytes is divided by the plan: give it without {', '.join(divided)}, found {', '.join(given)}"
             )
         names = ("directories", "include", "exclude", "codecs")
         for name in names if self.recompute in ("auto", False) else (*names, "recompute"):
@@ -222,6 +224,8 @@ class OffloadConfig:
 
     def for_device(self, device: torch.device) -> OffloadConfig:
         """The configuration with the numbers that budgets mean for tensors of a device."""
+        if self.memory_bytes is not None:
+            return self.divided()
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch gives it no types
         if device.type != "cuda" or not in_use or None not in (self.staging_bytes, self.prefetch_bytes):
             return self

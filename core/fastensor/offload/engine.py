@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -87,7 +88,7 @@ class OffloadEngine:
                 is_limited = is_address_space_limited()
                 if is_limited and self.config.return_freed_memory:
                     spare_address_space()
-                self._swapper = Swapper(self.planner.config.for_device(device), self._counters, self.trace)
+                self._swapper = Swapper(self.config.for_device(device), self._counters, self.trace)
                 if is_limited:  # stacks count: what is free is found out when there are all
                     self._swapper.start_threads()
                 if self.closed:  # by another thread, or in the middle of the step: everything stays in memory
@@ -148,9 +149,8 @@ class OffloadEngine:
             if self._forward_passes % _FORGET_REFERENCED_EVERY == 0:
                 swapper.externally_referenced.clear()
         record = self.planner.begin_pass(is_rest=is_rest)
-        if self.config.memory_bytes is not None:
-            config = self.planner.config
-            swapper.set_budgets(config.staging_nbytes, config.prefetch_nbytes)
+        if (budgets := self.planner.divided_budgets()) is not None:
+            swapper.set_budgets(*budgets)
         return ForwardPass(swapper, self._schedules, record)
 
     def _rates(self) -> TransferRates | None:
@@ -178,16 +178,19 @@ class OffloadEngine:
                 "nothing was measured: run a forward pass that saves tensors of at least "
                 f"{self.config.min_bytes} bytes, and its backward pass; in a dry run, without a step() of their own"
             )
-        rates = self._rates()
+        rates, budgets = self._rates(), config.for_device(measured.record.tensors[0].device)
+        within = rates and dataclasses.replace(
+            rates, staging_bytes=budgets.staging_nbytes, prefetch_bytes=budgets.prefetch_nbytes
+        )
         return estimate_of(
-            report_of(self._new_planner(config).planned(measured.record)),
+            report_of(self._new_planner(config, lambda: within).planned(measured.record)),
             rates.write_bandwidth if rates else 0.0,
             rates.read_bandwidth if rates else 0.0,
             config.drive_tbw,
         )
 
-    def _new_planner(self, config: OffloadConfig) -> Planner:
-        return Planner(config, self._rates, self._unallocated_gradients, self._transit_bytes)
+    def _new_planner(self, config: OffloadConfig, rates: Callable[[], TransferRates | None] | None = None) -> Planner:
+        return Planner(config, rates or self._rates, self._unallocated_gradients, self._transit_bytes)
 
     def _unallocated_gradients(self) -> int:
         """Bytes of gradients of the attached model that the backward pass will allocate."""

@@ -109,6 +109,11 @@ class MemoryLimits:
         self.kept_bytes()
         return any(kept > self.limit(device) / _MUCH for device, kept in list(self._kept.items()))
 
+    def keeps_too_much(self) -> bool:
+        """True if more stays than may."""
+        self.kept_bytes()
+        return any(kept > self.limit(device) for device, kept in list(self._kept.items()))
+
     def limit(self, device: torch.device) -> int:
         """The most bytes that may stay on a device, those that do included."""
         self.kept_bytes()  # what went leaves room

@@ -47,6 +47,11 @@ class LoadedRanges(ByteBudget):
         self._trace = trace
         self.host = HostMemory(limit)
 
+    def set_limit(self, limit: int) -> None:
+        """Have another limit, and evict what is beyond it, if nothing copies or reads it."""
+        self.limit = self.host.budget = limit
+        self._make_room(0, set())
+
     def events(self) -> list[Event]:
         """Events to wait for until no range is copied from staging blocks."""
         return [event for saved in self.oldest_first() for event in saved.arrived]

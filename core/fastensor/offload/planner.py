@@ -255,14 +255,13 @@ class Planner:
         unallocated: Callable[[], int],
         in_transit: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._config = config.divided()
         self._divisions = tuple(map(config.divided, SHARES_OF_TRANSFERS)) if config.memory_bytes else ()
-        """What it may become, with ``memory_bytes``."""
+        """What ``memory_bytes`` may be divided into."""
         self._is_divided = False
         """True if that is decided."""
         self._rates = rates
         self._lock = threading.Lock()
-        self.memory = MemoryLimits(self._config, unallocated, in_transit)
+        self.memory = MemoryLimits(config.divided(), unallocated, in_transit)
         """With this lock held: what may stay, and does."""
         self._passes: deque[PassRecord] = deque(maxlen=_MOST_PASSES)
         self._unexamined = 0
@@ -273,11 +272,14 @@ class Planner:
         self._overlap = False
         """True if much of a forward pass has stayed in memory until another one began."""
 
-    @property
-    def config(self) -> OffloadConfig:
-        """The schedule and the budgets that passes go by, with ``memory_bytes`` divided."""
+    def divided_budgets(self) -> tuple[int, int] | None:
+        """``staging_bytes`` and ``prefetch_bytes`` of the division of memory that is gone by; None if there is none, or
+        earlier passes still keep more than may stay by it."""
         with self._lock:
-            return self._config
+            config = self.memory.config
+            if not self._divisions or self.memory.keeps_too_much():
+                return None
+            return config.staging_nbytes, config.prefetch_nbytes
 
     def begin_pass(self, *, is_rest: bool = False) -> PassRecord:
         """Plan the passes that have ended, and begin to record one.
@@ -305,7 +307,7 @@ class Planner:
         Args:
             device: of the first tensor.
         """
-        if not self._config.keeps_some:
+        if not self.memory.config.keeps_some:
             return None
         self.plan_ended()
         with self._lock:
@@ -357,14 +359,14 @@ class Planner:
 
     def kept_bytes(self) -> int:
         """Bytes that stay in memory by plan, now."""
-        if not self._config.keeps_some:
+        if not self.memory.config.keeps_some:
             return 0
         with self._lock:
             return self.memory.kept_bytes()
 
     def keep(self, mark: int, nbytes: int, device: torch.device) -> KeptBytes | None:
         """The handle of bytes that stay in memory; None if they leave."""
-        if not self._config.keeps_some:
+        if not self.memory.config.keeps_some:
             return None
         with self._lock:
             self.memory.note_tensor(device, nbytes)
@@ -396,7 +398,7 @@ class Planner:
 
     def _note_overlap(self) -> None:
         """Plan blocks anew if graphs of several passes turn out to be alive at a time."""
-        if not self._config.recompute or self._overlap or not self.memory.keeps_much():
+        if not self.memory.config.recompute or self._overlap or not self.memory.keeps_much():
             return
         self._overlap = True
         for form in list(self._forms.values()):
@@ -405,7 +407,7 @@ class Planner:
 
     @property
     def _keeps_what_fits(self) -> bool:
-        return self._config.schedule == "auto"
+        return self.memory.config.schedule == "auto"
 
     def _known_pass(self) -> UnexaminedPass | None:
         """Budget of a pass that is like earlier ones: what those have saved at most, parameters and all, so that
@@ -460,12 +462,21 @@ class Planner:
         return [form for form in self._forms.values() if form.record.opening == opening]
 
     def _to_try(self, record: PassRecord, passes: int) -> Sequence[OffloadConfig]:
-        """The configurations of which the best one is gone by from now on: with ``memory_bytes``, once, all divisions.
-        Later passes keep that, so that what stays and leaves settles."""
-        if self._is_divided or not self._divisions or passes < _MEASURED or len(self._limits_of(record)) != 1:
-            return (self._config,)
-        self._is_divided = True
-        return self._divisions
+        """The configurations of which the best one is gone by from now on: with ``memory_bytes`` all divisions, until
+        there is a plan by which something leaves. Later passes keep that one, so that what leaves settles."""
+        devices = {one.device for one in record.tensors if one.nbytes}
+        if self._is_divided or len(devices) != 1 or not self._is_known(record, passes):
+            return (self.memory.config,)
+        return self._divisions or (self.memory.config,)
+
+    def _is_known(self, record: PassRecord, passes: int) -> bool:
+        """True if passes of a form, or others that have opened alike, were measured often enough."""
+        alike = self._alike_in_blocks(record)
+        return passes + sum(form.passes for form in alike) >= _MEASURED
+
+    def _alike_in_blocks(self, record: PassRecord) -> list[PlannedForm]:
+        """The forms of passes that have opened like this one, and have as many blocks."""
+        return [form for form in self._alike(record.opening) if len(form.record.blocks) == len(record.blocks)]
 
     def _rates_within(self, config: OffloadConfig, known: TransferRates | None) -> TransferRates:
         """How fast tensors move. If memory is divided, rates were found out within budgets that may be others now."""
@@ -477,10 +488,9 @@ class Planner:
     def _blocks_to_try(self, record: PassRecord, passes: int) -> Sequence[frozenset[int]] | None:
         """The sets of blocks that a plan may compute again; None for any. If the latest pass that has opened alike was
         of another form, as with experts that get other rows in each step, its blocks are tried alone."""
-        alike = [form for form in self._alike(record.opening) if len(form.record.blocks) == len(record.blocks)]
-        if not self._config.recompute or passes + sum(form.passes for form in alike) < _MEASURED:
+        if not self.memory.config.recompute or not self._is_known(record, passes):
             return ()
-        chosen = [form for form in alike if form.chose_blocks]
+        chosen = [form for form in self._alike_in_blocks(record) if form.chose_blocks]
         return (chosen[-1].plan.recomputed,) if chosen and passes == 1 else None
 
     def _merged(self) -> set[int]:
@@ -494,18 +504,18 @@ class Planner:
         known = self._rates()
         alone = profile if known is None else undisturbed(profile, record.moved_nbytes, known)
         alone = dataclasses.replace(
-            alone, blocks=alone.blocks if self._config.recompute else (), is_alone=not self._overlap
+            alone, blocks=alone.blocks if self.memory.config.recompute else (), is_alone=not self._overlap
         )
         blocks = self._blocks_to_try(record, passes)
         device = record.tensors[0].device if record.tensors else _HOST
-        tried = []
-        for config in self._to_try(record, passes):
-            self._config = self.memory.config = config
-            limits, rates = self._limits_of(record), self._rates_within(config.for_device(device), known)
-            found = _plan(record, alone, limits, rates, blocks)
-            tried.append(((_beyond(alone, rates, found), badness(found)), config, limits, rates, found))
-        _, self._config, limits, rates, found = min(tried, key=itemgetter(0))
-        self.memory.config = self._config
+        limits, tried = self._limits_of(record), []
+        for config in (to_try := self._to_try(record, passes)):
+            within = dict.fromkeys(limits, config.schedule) if isinstance(config.schedule, int) else limits
+            rates = self._rates_within(config.for_device(device), known)
+            found = _plan(record, alone, within, rates, blocks)
+            tried.append(((_beyond(alone, rates, found), badness(found)), config, within, rates, found))
+        _, self.memory.config, limits, rates, found = min(tried, key=itemgetter(0))
+        self._is_divided = self._is_divided or (len(to_try) > 1 and bool(found.out or found.recomputed))
         rest, numbers = without_blocks(alone, found.recomputed)
         out = {index for index, number in enumerate(numbers) if number in found.out}
         peak = rest.peak_bytes(out)
@@ -518,10 +528,10 @@ class Planner:
 
     def _limit_of(self, record: PassRecord, device: torch.device) -> int:
         """The most bytes of a pass's tensors that may stay in the memory of a device."""
-        if self._config.schedule == "all":
+        if self.memory.config.schedule == "all":
             return 0
-        if isinstance(self._config.schedule, float):
-            share = int(self._config.schedule * sum(one.nbytes for one in record.tensors if one.device == device))
+        if isinstance(self.memory.config.schedule, float):
+            share = int(self.memory.config.schedule * sum(one.nbytes for one in record.tensors if one.device == device))
             return min(share, self.memory.limit(device))
         return self.memory.limit(device)
 

@@ -441,13 +441,13 @@ class PlanReport:
             yield f"{name}: {human_seconds(one.step_seconds)} a step, at most {human_size(one.peak_bytes)} in memory"
 
     def _what_stays(self) -> str:
-        kept = human_size(self.kept_bytes)
-        limit = f"{human_size(self.limit_bytes)} that may stay, beside {human_size(self.transfer_bytes)} for transfers"
+        kept, limit = human_size(self.kept_bytes), human_size(self.limit_bytes)
+        besides = f", beside {human_size(self.transfer_bytes)} for transfers"
         if not (self.offloaded_bytes or self.recomputed_bytes):
-            return f"{kept} stay: all fit into the {limit}"
+            return f"{kept} stay: all fit into the {limit} that may stay"
         if not self.kept_bytes:
-            return f"Nothing stays of the {limit}"
-        return f"{kept} stay: what fits into the {limit}, and would cost the most to move"
+            return f"Nothing stays: {limit} may stay{besides}"
+        return f"{kept} stay: what fits into the {limit} that may stay{besides}, and would cost the most to move"
 
 
 @dataclass(frozen=True, slots=True)

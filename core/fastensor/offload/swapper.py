@@ -108,8 +108,9 @@ class Swapper:
         with self._lock:
             if self._pending.nbytes or self._jobs.closed:
                 return
-            self._pending.limit = self._tiers.staging_nbytes = staging_nbytes
-            self._loaded.limit = self._loaded.host.budget = prefetch_nbytes
+            self._pending.limit = staging_nbytes
+            self._tiers.set_staging(staging_nbytes)
+            self._loaded.set_limit(prefetch_nbytes)
 
     def start_threads(self) -> None:
         """Start the threads now, not with the first job. Without threads, everything stays in memory."""

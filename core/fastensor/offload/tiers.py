@@ -71,6 +71,11 @@ class StorageTiers:
         """Reason for which nothing is written any more; empty if ranges are written."""
         self._closed = False
 
+    def set_staging(self, nbytes: int) -> None:
+        """Have other bytes of ranges be on their way out at most."""
+        self.staging_nbytes = nbytes
+        self._blocks.forget_limit()
+
     @property
     def slots(self) -> SlotFiles:
         """The files for slots, made when they are first needed.
