@@ -1033,6 +1033,15 @@ def test_an_estimate_is_made_within_the_budgets_of_its_configuration(make: Any) 
     assert offload.plan().transfer_bytes == 3 * EACH
 
 
+def test_what_is_advised_where_memory_in_all_is_enough(make: Any) -> None:
+    """Not a schedule, which is refused beside it."""
+    offload, net = make(schedule="auto", memory_bytes=1 << 30), Net()
+    for _ in range(3):
+        train(net, offload)
+    said = offload.statistics().in_words(offload.config)
+    assert said.endswith("which fit into memory; less memory_bytes offloads some")
+
+
 def test_a_dry_run_divides_memory(make: Any) -> None:
     net = Net()
     found = make(schedule="auto", memory_bytes=5 * EACH).dry_run(lambda: train(net, None)).plan

@@ -257,7 +257,10 @@ class OffloadStatistics:
             return self.summary() + self._why_little(config)
         if self.everything_fits:
             fits = f"at most {human_size(self.peak_saved_bytes)} of saved tensors at a time, which fit into memory"
-            return f"nothing has left memory: {fits}; schedule='all' offloads them all"
+            more = (
+                "schedule='all' offloads them all" if config.memory_bytes is None else "less memory_bytes offloads some"
+            )
+            return f"nothing has left memory: {fits}; {more}"
         if not self.packed:
             return "nothing has left memory: autograd has saved nothing in training steps. Do they run under no_grad?"
         reasons = _WHY_KEPT | {"small": f"smaller than min_bytes ({human_size(config.min_bytes)})"}
