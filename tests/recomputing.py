@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -26,8 +27,11 @@ def plans_that_recompute(which: Callable[[int], bool] = lambda number: True, *, 
     return mock.patch.object(planner, "plan_with_blocks", plan)
 
 
-def a_slow_disk() -> Any:
+@contextmanager
+def a_slow_disk() -> Iterator[None]:
     """Patch for a ``with`` block: plans are made as if each byte took a hundred thousandth of a second to move, and
     training had to wait for that: with room for what is on its way, what has not begun to leave would cost nothing."""
     rates = TransferRates(1e5, 1e5, 1, 1)
-    return mock.patch.object(engine.OffloadEngine, "_rates", return_value=rates)
+    found = mock.patch.object(engine.OffloadEngine, "_rates", return_value=rates)
+    with found, mock.patch.object(planner, "_rates_within", return_value=rates):
+        yield

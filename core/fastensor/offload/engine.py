@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -178,19 +177,16 @@ class OffloadEngine:
                 "nothing was measured: run a forward pass that saves tensors of at least "
                 f"{self.config.min_bytes} bytes, and its backward pass; in a dry run, without a step() of their own"
             )
-        rates, budgets = self._rates(), config.for_device(measured.record.tensors[0].device)
-        within = rates and dataclasses.replace(
-            rates, staging_bytes=budgets.staging_nbytes, prefetch_bytes=budgets.prefetch_nbytes
-        )
+        rates = self._rates()
         return estimate_of(
-            report_of(self._new_planner(config, lambda: within).planned(measured.record)),
+            report_of(self._new_planner(config).planned(measured.record)),
             rates.write_bandwidth if rates else 0.0,
             rates.read_bandwidth if rates else 0.0,
             config.drive_tbw,
         )
 
-    def _new_planner(self, config: OffloadConfig, rates: Callable[[], TransferRates | None] | None = None) -> Planner:
-        return Planner(config, rates or self._rates, self._unallocated_gradients, self._transit_bytes)
+    def _new_planner(self, config: OffloadConfig) -> Planner:
+        return Planner(config, self._rates, self._unallocated_gradients, self._transit_bytes)
 
     def _unallocated_gradients(self) -> int:
         """Bytes of gradients of the attached model that the backward pass will allocate."""

@@ -478,13 +478,6 @@ class Planner:
         """The forms of passes that have opened like this one, and have as many blocks."""
         return [form for form in self._alike(record.opening) if len(form.record.blocks) == len(record.blocks)]
 
-    def _rates_within(self, config: OffloadConfig, known: TransferRates | None) -> TransferRates:
-        """How fast tensors move. If memory is divided, rates were found out within budgets that may be others now."""
-        if known is not None and not self._divisions:
-            return known
-        found = known or TransferRates(UNKNOWN_BANDWIDTH, UNKNOWN_BANDWIDTH, 0, 0)
-        return dataclasses.replace(found, staging_bytes=config.staging_nbytes, prefetch_bytes=config.prefetch_nbytes)
-
     def _blocks_to_try(self, record: PassRecord, passes: int) -> Sequence[frozenset[int]] | None:
         """The sets of blocks that a plan may compute again; None for any. If the latest pass that has opened alike was
         of another form, as with experts that get other rows in each step, its blocks are tried alone."""
@@ -511,7 +504,7 @@ class Planner:
         limits, tried = self._limits_of(record), []
         for config in (to_try := self._to_try(record, passes)):
             within = dict.fromkeys(limits, config.schedule) if isinstance(config.schedule, int) else limits
-            rates = self._rates_within(config.for_device(device), known)
+            rates = _rates_within(config.for_device(device), known)
             found = _plan(record, alone, within, rates, blocks)
             tried.append(((_beyond(alone, rates, found), badness(found)), config, within, rates, found))
         _, self.memory.config, limits, rates, found = min(tried, key=itemgetter(0))
@@ -534,6 +527,12 @@ class Planner:
             share = int(self.memory.config.schedule * sum(one.nbytes for one in record.tensors if one.device == device))
             return min(share, self.memory.limit(device))
         return self.memory.limit(device)
+
+
+def _rates_within(config: OffloadConfig, known: TransferRates | None) -> TransferRates:
+    """How fast tensors move within the budgets of a configuration: rates may have been found out within others."""
+    found = known or TransferRates(UNKNOWN_BANDWIDTH, UNKNOWN_BANDWIDTH, 0, 0)
+    return dataclasses.replace(found, staging_bytes=config.staging_nbytes, prefetch_bytes=config.prefetch_nbytes)
 
 
 def _beyond(profile: StepProfile, rates: TransferRates, found: OffloadPlan) -> int:
