@@ -21,6 +21,7 @@ from fastensor.backends import numpy as buffered
 from fastensor.backends.numpy import BufferedReader
 from fastensor.backends.threads import run_each
 from fastensor.checkpoint.reading import reader as part_reader
+from fastensor.files import posix
 from fastensor.files.posix import EndOfFile
 
 NBYTES = 3 << 20
@@ -114,6 +115,65 @@ def test_no_byte_is_read_twice_if_storages_are_asked_for_in_another_order(tmp_pa
     loaded = fastensor.load(tmp_path / "y.pt", backend="numpy")
     assert all(torch.equal(loaded[key], value) for key, value in STATE.items())
     assert sum(read) < sum(value.nbytes for value in STATE.values()) + (16 << 10)
+
+
+def test_records_are_read_where_torch_puts_them_and_their_headers_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header that is read first makes the disk seek, and breaks off the kernel's read-ahead."""
+    torch.save(STATE, tmp_path / "x.pt")
+    with zipfile.ZipFile(tmp_path / "x.pt") as archive:
+        headers = {info.header_offset for info in archive.infolist() if "/data/" in info.filename}
+    batches: list[list[int]] = []
+    original = BufferedReader.read_batch
+
+    def note(self: BufferedReader, pieces: list[tuple[int, memoryview]], *, checksum: bool) -> list[int]:
+        batches.append([offset for offset, _ in pieces])
+        return original(self, pieces, checksum=checksum)
+
+    monkeypatch.setattr(BufferedReader, "read_batch", note)
+    loaded = fastensor.load(tmp_path / "x.pt", backend="numpy")
+    assert all(torch.equal(loaded[key], value) for key, value in STATE.items())
+    (together,) = [batch for batch in batches if len(batch) > 1]
+    assert len(together) == len(STATE)
+    assert together == sorted(together)
+    behind = batches[batches.index(together) + 1 :]
+    assert [[header] for header in sorted(headers)] == behind, "nothing is read again"
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_records_that_begin_elsewhere_are_read_again(tmp_path: Path, read: list[int], checked: bool) -> None:
+    torch.save(STATE, tmp_path / "x.pt")
+    with zipfile.ZipFile(tmp_path / "x.pt") as archive, zipfile.ZipFile(tmp_path / "y.pt", "w") as other:
+        for number, name in enumerate(archive.namelist()):
+            info = zipfile.ZipInfo(name)
+            info.extra = b"" if number % 3 else b"\x99\x99\x04\x00more"
+            other.writestr(info, archive.read(name))
+    loaded = fastensor.load(tmp_path / "y.pt", backend="numpy", verify=checked)
+    assert all(torch.equal(loaded[key], value) for key, value in STATE.items())
+    assert sum(read) > sum(value.nbytes for value in STATE.values()) * 1.2
+
+
+@pytest.mark.parametrize(("resident", "expected"), [(0.0, 1), (0.4, 1), (0.6, 2), (1.0, 2)])
+def test_a_file_that_is_on_the_disk_is_read_by_one_thread(
+    fd: int, monkeypatch: pytest.MonkeyPatch, resident: float, expected: int
+) -> None:
+    threads = set()
+    original = buffered._read_block
+
+    def note(fd: int, block: buffered._Block, checksum: bool) -> int:
+        threads.add(threading.get_ident())
+        barrier.wait(60)
+        return original(fd, block, checksum)
+
+    barrier = threading.Barrier(expected)
+    monkeypatch.setattr(buffered, "_read_block", note)
+    monkeypatch.setattr(buffered, "usable_cores", lambda most: 2)
+    monkeypatch.setattr(posix, "resident_fraction", lambda fd, nbytes: resident)
+    target = memoryview(bytearray(2 << 20))
+    assert BufferedReader(fd).read_batch([(5, target)], checksum=False) == [0]
+    assert target == DATA[5 : 5 + target.nbytes]
+    assert len(threads) == expected
 
 
 def test_damage_in_a_batch_is_found_in_what_is_damaged(tmp_path: Path) -> None:

@@ -449,7 +449,7 @@ PROGRAM = """
 import itertools, sys, time, torch, fastensor
 time.perf_counter = itertools.count().__next__  # every transfer takes equally long
 path, uses, what = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-state = {"w": torch.arange(600_000)}  # a smaller one the rule would save
+state = {"w": torch.arange(600_000 if what == "tensors" else 4_200_000)}  # a smaller one the rule would save
 store = fastensor.TensorStore(path + ".tensors")
 for _ in range(uses):
     if what == "tensors":

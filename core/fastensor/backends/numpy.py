@@ -5,7 +5,9 @@ For small files, and for files that are in the page cache: resident bytes arrive
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +29,8 @@ _BLOCK_NBYTES = 512 << 10
 _PARALLEL_NBYTES = 2 << 20
 """Several threads share reads from this size on. For smaller ones, starting threads takes longer than it saves."""
 _MAX_THREADS = 4
+_RESIDENT_FRACTION = 0.5
+"""Files of which at least this fraction is in the page cache are read by several threads."""
 
 
 class NumpyBackend:
@@ -80,20 +84,27 @@ class BufferedSlots:
 
 
 class BufferedReader:
-    """Reads through the page cache, large pieces by several threads. See :class:`fastensor.backends.base.BatchReader`.
+    """Reads through the page cache. See :class:`fastensor.backends.base.BatchReader`.
 
-    A reader that was opened before a fork works in the child, too.
+    Several threads copy large pieces of a file that is there. A file on the disk is read by one thread, in order, which
+    the kernel's read-ahead follows: two threads that read two places take up to 1.4 times as long. A reader that was
+    opened before a fork works in the child, too.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+
+    @cached_property
+    def _threads(self) -> int:
+        resident = posix.resident_fraction(self._fd, os.fstat(self._fd).st_size)
+        return usable_cores(_MAX_THREADS) if resident >= _RESIDENT_FRACTION else 1
 
     def readinto(self, offset: int, buffer: memoryview, *, checksum: bool) -> int:
         return self.read_batch([(offset, buffer)], checksum=checksum)[0]
 
     def read_batch(self, pieces: Sequence[tuple[int, memoryview]], *, checksum: bool) -> list[int]:
         blocks = [block for number, piece in enumerate(pieces) for block in _blocks_of(number, *piece)]
-        threads = usable_cores(_MAX_THREADS) if sum(buffer.nbytes for _, buffer in pieces) >= _PARALLEL_NBYTES else 1
+        threads = self._threads if sum(buffer.nbytes for _, buffer in pieces) >= _PARALLEL_NBYTES else 1
         # Each thread fills memory that lies together: threads that fault in neighbouring pages wait for each other.
         shares = [blocks[len(blocks) * n // threads : len(blocks) * (n + 1) // threads] for n in range(threads)]
         found = run_each(lambda share: [_read_block(self._fd, block, checksum) for block in share], shares)

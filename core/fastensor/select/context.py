@@ -16,7 +16,7 @@ takes longer for a smaller file in a new process than it saves."""
 RESIDENT_FRACTION = 2 / 3
 """Files of which at least this fraction is in the page cache are read through it. Cold bytes cost about 2.4 times as
 much that way as by direct reads, resident bytes a seventh, so the two are equal at 0.62."""
-_SMALL_NBYTES = 1 << 20
+_SMALL_NBYTES, _SMALL_ON_HOST_NBYTES = 1 << 20, 32 << 20
 _PER_OCTAVE = 2
 LEAST_BUCKET = 12 * _PER_OCTAVE
 """The bucket of all sizes up to 4 KiB."""
@@ -86,23 +86,21 @@ def by_rule(context: Context, nbytes: int) -> str:
     ('numpy', 'direct')
     >>> by_rule(Context("read"), 1 << 30), by_rule(Context("read", warm=True), 1 << 30)
     ('direct', 'numpy')
+    >>> by_rule(Context("write"), 10 << 20), by_rule(Context("write", warm=True), 10 << 20)
+    ('direct', 'numpy')
     """
-    is_resident = context.operation == "read" and context.warm
-    return "numpy" if is_resident or nbytes < DIRECT_NBYTES[context.operation] else "direct"
+    is_cached = context.warm and (context.operation == "read" or nbytes < _SMALL_ON_HOST_NBYTES)
+    return "numpy" if is_cached or nbytes < DIRECT_NBYTES[context.operation] else "direct"
 
 
 def is_small(context: Context, nbytes: int) -> bool:
     """True if to look anything up for a transfer, or to learn from it, would take longer than the best backend could
-    save: below 1 MiB; and between the host and a file, as long as the rule has one answer, whatever is in the page
-    cache.
+    save: below 1 MiB, and between the host and a file below 32 MiB.
 
     >>> is_small(Context("read"), 10 << 20), is_small(Context("read", "cuda"), 10 << 20)
     (True, False)
-    >>> is_small(Context("write"), 3 << 20), is_small(Context("write"), 4 << 20)
-    (True, False)
     """
-    is_on_host = context.device in ("cpu", STAGED)
-    return nbytes < (DIRECT_NBYTES[context.operation] if is_on_host else _SMALL_NBYTES)
+    return nbytes < (_SMALL_ON_HOST_NBYTES if context.device in ("cpu", STAGED) else _SMALL_NBYTES)
 
 
 @lru_cache(1024)

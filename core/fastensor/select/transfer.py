@@ -60,11 +60,6 @@ def check_choice(choice: BackendChoice) -> None:
             raise TypeError(f"backend is a name or a fastensor.Selector, found {choice!r}")
 
 
-def rule_decides(choice: BackendChoice, nbytes: int, context: Context) -> bool:
-    """True if a transfer is made as the rule says, and nothing is looked up or learned for it."""
-    return choice == registry.AUTO and for_all is None and is_small(context, nbytes)
-
-
 def explores() -> bool:
     """True if backends are tried: what ``FASTENSOR_EXPLORE`` says, by default yes.
 
@@ -159,7 +154,7 @@ class Transfer:
         """
         if isinstance(choice, str) and choice != registry.AUTO:
             return cls((registry.get(choice).name, *LAST_RESORTS), nbytes, context)
-        if rule_decides(choice, nbytes, context):
+        if choice == registry.AUTO and for_all is None and is_small(context, nbytes):  # nothing is looked up or learned
             return cls((by_rule(context, nbytes), *LAST_RESORTS), nbytes, context, reason="by size")
         imported("fastensor.select.current")  # without the garbage collector; small files need nothing of it
         from fastensor.select.current import current_selector

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import errno
 import io
-import os
 import pickle
 import warnings
 import zipfile
@@ -116,30 +115,6 @@ def test_loads_and_saves_at_interpreter_exit(tmp_path: Path) -> None:
         "atexit.register(late)"
     )
     assert "done" in run("-c", code, tmp_path / "x").stdout
-
-
-@pytest.mark.parametrize("name", ["x.pt", "x.safetensors"])
-def test_a_small_cold_file_that_is_loaded_whole_is_read_ahead_by_the_kernel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    state = {"w": torch.arange(12.0), "b": torch.ones(1 << 18)}
-    nbytes = fastensor.save(state, tmp_path / name).nbytes
-    advice: list[tuple[int, int, int]] = []
-    resident = 0.0
-    monkeypatch.setattr(posix, "advise", lambda fd, *given: advice.append(given))
-    monkeypatch.setattr(posix, "resident_fraction", lambda fd, nbytes: resident)
-    for options in ({"keys": ["w"]}, {"into": {"w": torch.empty(12)}}, {"mmap": True}, {"backend": "numpy"}):
-        fastensor.load(tmp_path / name, **options)
-    assert advice == []
-    assert torch.equal(fastensor.load(tmp_path / name)["b"], state["b"])
-    begins = [begin for begin, _, _ in advice]
-    assert begins == [*range(0, nbytes, 128 << 10)], "more might be ignored"
-    assert sum(count for _, count, _ in advice) == nbytes
-    assert {kind for _, _, kind in advice} == {os.POSIX_FADV_WILLNEED}
-    advice.clear()
-    resident = 1.0
-    fastensor.load(tmp_path / name)
-    assert advice == []
 
 
 def test_many_storages_take_no_quadratic_time(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from fastensor.backends import registry
 from fastensor.checkpoint.containers import container_in
 from fastensor.checkpoint.location import Location
-from fastensor.checkpoint.reading.opened import LocalFile, OpenedFile, opened
+from fastensor.checkpoint.reading.opened import OpenedFile, opened
 from fastensor.checkpoint.reading.placement import MapLocation, begin_to_use
 from fastensor.checkpoint.reading.request import Loaded, LoadRequest, check_arguments, is_restricted, listed
 from fastensor.errors import CorruptCheckpointError, NotACheckpointError, caught_as
@@ -194,8 +194,6 @@ def _load(
         with opened(path) as file, _leaving_the_position(file):
             if mmap and file.path is None:
                 raise ValueError(f"mmap=True needs the path of a local file, found {file.where}")
-            if isinstance(file, LocalFile) and names is None and into is None and not mmap:
-                file.read_ahead(request.options)
             load_file = _loader_of(file, request)
             loaded = bring(file, request, load_file)
             if meter is not None:

@@ -28,7 +28,7 @@ from fastensor.errors import (
 from fastensor.files import posix
 from fastensor.files.os_errors import read_errors
 from fastensor.select.context import RESIDENT_FRACTION, Context
-from fastensor.select.transfer import BackendChoice, Transfer, rule_decides
+from fastensor.select.transfer import BackendChoice, Transfer
 
 if TYPE_CHECKING:
     from fastensor.checkpoint.reading.borrowed import BorrowedFile
@@ -117,7 +117,7 @@ class LocalFile:
         if self._copied is not None and self._copied not in fallbacks:
             fallbacks.append(self._copied)
         nbytes = sum(extent.end - extent.begin for extent in order)
-        context = self._context(options)
+        context = Context("read", options.device, warm=self.resident_fraction >= RESIDENT_FRACTION)
         learned_as = self.nbytes if nbytes >= _NEARLY_ALL * self.nbytes else nbytes
         learn = options.learn and bool(order)
         transfer = Transfer.of_file(options.backend, self.path, learned_as, context, registry.names, learn=learn)
@@ -125,16 +125,6 @@ class LocalFile:
             lambda backend: backend.open_reader(self._fd, self.nbytes, order), partial(record_fallback, fallbacks)
         )
         return OpenedReader(transfer.used, transfer.reason, reader, transfer)
-
-    def read_ahead(self, options: ReadOptions) -> None:
-        """Have the kernel read a small file that is on the disk, in requests that the disk does together, while the
-        caller finds out what is in it. All of it is wanted, and will be read through the page cache."""
-        context = self._context(options)
-        if not context.warm and rule_decides(options.backend, self.nbytes, context):
-            posix.will_need(self._fd, 0, self.nbytes)
-
-    def _context(self, options: ReadOptions) -> Context:
-        return Context("read", options.device, warm=self.resident_fraction >= RESIDENT_FRACTION)
 
     def map(self, offset: int, nbytes: int, *, checksum: bool) -> tuple[torch.UntypedStorage, int]:
         """A range of the file as a storage in host memory. See :func:`fastensor.backends.memory.map_file`."""

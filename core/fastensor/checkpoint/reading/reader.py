@@ -27,7 +27,7 @@ from fastensor.checkpoint.reading.request import LoadRequest
 from fastensor.errors import CheckpointReadError, FastensorError
 from fastensor.files.os_errors import read_errors
 from fastensor.select.transfer import is_to_blame
-from fastensor.stitch.parts import LOCAL_HEADER, Part, check_crc32, find_damage, find_data
+from fastensor.stitch.parts import LOCAL_HEADER, Part, check_crc32, find_damage, find_data, likely_begin
 
 if TYPE_CHECKING:
     from fastensor.checkpoint.progress import Meter
@@ -301,11 +301,16 @@ class PartReader:
             if room < 0:
                 break
             batch.append(self._unread.pop(following.begin))
-        pieces = [(self.data_begin(part), new_array(part.nbytes)) for part in batch]
         checksum = self.verify and any(part.crc32 is not None for part in batch)
         if self._reader.batches:
+            pieces = [(likely_begin(part), new_array(part.nbytes)) for part in batch]
             crc32s = self._reader.read_batch([(begin, array.data) for begin, array in pieces], checksum=checksum)
+            for number, (part, (likely, array)) in enumerate(zip(batch, pieces, strict=True)):
+                if (begin := self.data_begin(part)) != likely:
+                    crc32s[number] = self._reader.read(begin, array.data, checksum=checksum)
+                    pieces[number] = begin, array
         else:
+            pieces = [(self.data_begin(part), new_array(part.nbytes)) for part in batch]
             crc32s = [self._reader.read(begin, array.data, checksum=checksum) for begin, array in pieces]
         for part, (begin, array), crc32 in zip(batch, pieces, crc32s, strict=True):
             self._ahead[part.begin] = _ReadAhead(begin, array, crc32)
