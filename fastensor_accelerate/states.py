@@ -345,7 +345,7 @@ class StateSaver:
         directory = saving.directory
         self.wait()
         folder = os.path.dirname(directory.path)
-        ordering.wait_to_remove(folder if directory.is_named_by_accelerate else directory.path)
+        ordering.wait_inside(folder if directory.is_named_by_accelerate else directory.path)
         saving.find_replaced()
 
     def _before_writing(self, saving: StateSave, models: object, weights: object, output_dir: str) -> None:

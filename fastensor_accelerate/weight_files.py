@@ -157,7 +157,7 @@ class OffloadFolder:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 now = os.fstat(fd)
-                if _identity(now) != _identity(before):
+                if posix.identity_of(now) != posix.identity_of(before):
                     raise CheckpointReadError(
                         errno.ESTALE, "the file was replaced or written to meanwhile; make a new mapping", str(path)
                     )
@@ -167,10 +167,6 @@ class OffloadFolder:
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-def _identity(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _of_entry(entry: Any, where: str) -> tuple[torch.dtype, tuple[int, ...]]:

@@ -26,6 +26,7 @@ from fastensor.checkpoint.models.sharded import files_behind
 from fastensor.checkpoint.models.ties import area_of
 from fastensor.checkpoint.ordering import places_behind
 from fastensor.errors import FastensorError, StateMismatchError, UnsupportedContentError
+from fastensor.files import posix
 from fastensor.files.arguments import checks_keywords, did_you_mean
 
 KEY = "fastensor_left_out"
@@ -162,7 +163,7 @@ class LeftOut:
 
     def _in_base(self, kinds: set[_Kind]) -> set[_Record]:
         """The tensors of these kinds in the base. They are read once in a ``fit``, unless its files change."""
-        statuses = [_status_of(path) for path in map(locate, self._files()) if isinstance(path, str)]
+        statuses = [posix.identity_of(os.stat(path)) for path in map(locate, self._files()) if isinstance(path, str)]
         if statuses != self._statuses:
             self._known, self._statuses = {}, statuses
         unknown = kinds - self._known.keys()
@@ -264,8 +265,3 @@ def _place_of(base: str | os.PathLike[str]) -> str:
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _status_of(path: str) -> tuple[int, ...]:
-    found = os.stat(path)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

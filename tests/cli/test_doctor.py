@@ -489,7 +489,7 @@ def test_gds_is_not_advised_where_there_is_no_kvikio(capsys: Any, monkeypatch: p
 def kvikio(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Has the backend ``gds`` say why it cannot be used, or why it copies through host memory."""
     monkeypatch.setattr(software, "find_spec", lambda name: name)
-    monkeypatch.setattr(software, "_release", lambda *names: "25.12.00")
+    monkeypatch.setattr(software, "software_versions", lambda: {"kvikio": "25.12.00"})
     driver = SimpleNamespace(libcufile_version=lambda: (1, 13))
     monkeypatch.setitem(sys.modules, "kvikio.cufile_driver", driver)
 

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from provision import sysfs
 
 from fastensor.cli import placement as command
-from fastensor.provision.placement import Placement, listed_cpus, parsed_cpus, pin_to, placements, worker_cpus
+from fastensor.provision.placement import (
+    Placement,
+    listed_cpus,
+    parsed_cpus,
+    pin_to,
+    placements,
+    shell_exports,
+    worker_cpus,
+)
 
 FIRST_CPUS, SECOND_CPUS = parsed_cpus("0-47,96-143"), parsed_cpus("48-95,144-191")
 
@@ -25,7 +33,7 @@ def test_each_gpu_gets_the_card_below_its_switch(tmp_path: Path) -> None:
         own = f"mlx5_{number}:1"
         node, cpus = (0, FIRST_CPUS) if number < 4 else (1, SECOND_CPUS)
         assert placement == Placement((own,), own, node, cpus)
-        assert placement.ucx_settings() == {"UCX_NET_DEVICES": own}
+        assert shell_exports(placement) == [f"export UCX_NET_DEVICES={own}"]
     assert found["0000:cb:00.0"].nic == "mlx5_6:1"  # its own is down, this is below the same host bridge
 
 
@@ -67,7 +75,7 @@ def test_gpus_without_network(tmp_path: Path) -> None:
     for folder in ("infiniband", "net"):
         shutil.rmtree(tmp_path / "sys/class" / folder)
     found = placements(tmp_path)["0000:07:00.0"]
-    assert (found.nearest_nics, found.nic, found.ucx_settings()) == ((), None, {})
+    assert (found.nearest_nics, found.nic, shell_exports(found)) == ((), None, [])
     assert found.cpus == FIRST_CPUS
 
 

@@ -377,7 +377,6 @@ def test_a_lock_that_is_held_for_long_stops_no_caller(
     file: DictionaryFile, path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "LOCK_SECONDS", 0.0)
-    monkeypatch.setattr(files, "_POLL_SECONDS", 0.0)
     path.parent.mkdir()
     with open(f"{path}.lock", "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)

@@ -207,9 +207,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
         return versions[name]
 
     monkeypatch.setattr(machine, "version", version)
-    machine._versions.cache_clear()
+    machine.software_versions.cache_clear()
     yield versions
-    machine._versions.cache_clear()
+    machine.software_versions.cache_clear()
 
 
 def test_a_machine_without_known_facts(tree: Tree, tmp_path: Path, installed: dict[str, str]) -> None:

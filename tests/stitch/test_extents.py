@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastensor.stitch.extents import UNIT_NBYTES, cut, extents_of, filled
+from fastensor.stitch.extents import UNIT_NBYTES, cut, extents_of
 from fastensor.stitch.image import Header, Image, Payload
 
 
@@ -60,4 +60,4 @@ def test_every_byte_and_blank_is_in_one_part(sizes: list[int], count: int, only_
 
 
 def test_a_header_is_filled() -> None:
-    assert filled(Header(9, b"ab\0\0\0\0c", ((2, 1),)), [7, 0x01020304]) == b"ab\x04\x03\x02\x01c"
+    assert Header(9, b"ab\0\0\0\0c", ((2, 1),)).filled([7, 0x01020304]) == b"ab\x04\x03\x02\x01c"

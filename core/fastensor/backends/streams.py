@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Self
 
 import torch
 
@@ -19,108 +19,81 @@ from fastensor.backends.threads import uninterrupted
 from fastensor.files.forks import first_in_children
 
 
-class Event(Protocol):
-    """A place in a stream, which is reached when all that was queued before it is done. Any thread may ask."""
-
-    def query(self) -> bool:
-        """True if the event is reached."""
-
-    def synchronize(self) -> None:
-        """Wait on the host until the event is reached."""
-
-
-class Streams(Protocol):
-    """Streams and events of devices: CUDA's, or those of a model in tests."""
-
-    def exact(self, device: torch.device) -> torch.device:
-        """The device with its number, which stands for the current one if there is none."""
-
-    def are_on(self, device: torch.device) -> bool:
-        """True if a device has streams. Copies on other devices are done when the call returns."""
-
-    def current(self, device: torch.device) -> Any:
-        """The stream that this thread queues work of a device on."""
-
-    def new(self, device: torch.device) -> Any:
-        """Another stream of a device."""
-
-    def entered(self, stream: Any) -> AbstractContextManager[None]:
-        """A block in which this thread queues work of the stream's device on the stream."""
-
-    def record(self, stream: Any) -> Event:
-        """An event behind all that has been queued on a stream."""
-
-    def wait(self, stream: Any, event: Any) -> None:
-        """Have all that is queued on a stream from now on begin when an event is reached."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy on the current stream of the device of one of them, which may be pinned memory of the host."""
-
-    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Have the memory of a tensor, once nobody holds it, not be used again before all that has been queued on the
-        stream is done."""
-
-
 @dataclass(frozen=True, slots=True)
-class _CudaEvent:
-    """An event of CUDA. A thread that has used no device yet would take memory on the first one by asking for it."""
+class Event:
+    """A place in a stream of CUDA, which is reached when all that was queued before it is done. Any thread may ask.
+
+    A thread that has used no device yet would take memory on the first one by asking for it.
+    """
 
     event: torch.cuda.Event
     device: torch.device
 
     def query(self) -> bool:
+        """True if the event is reached."""
         with torch.cuda.device(self.device):
             return bool(self.event.query())  # type: ignore[no-untyped-call]  # torch gives it no types
 
     def synchronize(self) -> None:
+        """Wait on the host until the event is reached."""
         with torch.cuda.device(self.device):
             self.event.synchronize()
 
 
 class CudaStreams:
-    """CUDA's streams and events."""
+    """CUDA's streams and events. Tests have those of a model in their place."""
 
     def exact(self, device: torch.device) -> torch.device:
+        """The device with its number, which stands for the current one if there is none."""
         if device.type == "cuda" and device.index is None:
             return torch.device("cuda", torch.cuda.current_device())
         return device
 
     def are_on(self, device: torch.device) -> bool:
+        """True if a device has streams. Copies on other devices are done when the call returns."""
         return device.type == "cuda"
 
     def current(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream that this thread queues work of a device on."""
         return torch.cuda.current_stream(device)
 
     def new(self, device: torch.device) -> torch.cuda.Stream:
+        """Another stream of a device."""
         stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch gives no types
         return stream
 
     @contextmanager
     def entered(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """A block in which this thread queues work of the stream's device on the stream."""
         # ``torch.cuda.stream`` alone would make the thread's former device current at the end, which takes memory there
         # if that device was never used.
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             yield
 
-    def record(self, stream: torch.cuda.Stream) -> _CudaEvent:
+    def record(self, stream: torch.cuda.Stream) -> Event:
+        """An event behind all that has been queued on a stream."""
         # A thread that waits for it leaves the processor to others.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch gives it no types
         with torch.cuda.device(stream.device):
             event.record(stream)
-        return _CudaEvent(event, stream.device)
+        return Event(event, stream.device)
 
-    def wait(self, stream: torch.cuda.Stream, event: _CudaEvent) -> None:
+    def wait(self, stream: torch.cuda.Stream, event: Event) -> None:
+        """Have all that is queued on a stream from now on begin when an event is reached."""
         stream.wait_event(event.event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy on the current stream of the device of one of them, which may be pinned memory of the host."""
         target.copy_(source, non_blocking=True)
 
     def keep(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Have the memory of a tensor, once nobody holds it, not be used again before all that has been queued on the
+        stream is done."""
         tensor.record_stream(stream)
 
 
-_streams: Streams = CudaStreams()
-_side_streams: dict[tuple[torch.device, str], Any] = {}
+_streams = CudaStreams()
+_side_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 """By device and purpose. A stream is the same each time, because torch keeps freed memory for the stream that has used
 it. Threads share it: what they queue for one purpose runs in the order in which it was queued."""
 
@@ -210,8 +183,9 @@ class Copies:
 
     def follow(self, event: Event | None) -> Self:
         """Have the copies that are queued from now on follow an event, if there is one."""
-        for side in self._sides.values() if event is not None else ():
-            _streams.wait(side, event)
+        if event is not None:
+            for side in self._sides.values():
+                _streams.wait(side, event)
         return self
 
     def precede_current(self) -> None:
@@ -250,7 +224,7 @@ class Copies:
         wait_for(self.events())
 
 
-def _side_stream(device: torch.device, purpose: str) -> Any:
+def _side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
     key = (device, purpose)
     if key not in _side_streams:
         _side_streams.setdefault(key, _streams.new(device))

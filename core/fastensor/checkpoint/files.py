@@ -9,7 +9,7 @@ import posixpath
 from typing import TYPE_CHECKING
 
 from fastensor.checkpoint.location import RemotePath, locate
-from fastensor.checkpoint.ordering import wait_to_remove
+from fastensor.checkpoint.ordering import wait_inside
 from fastensor.checkpoint.writing.freeing import freeing_afterwards
 from fastensor.files import posix
 from fastensor.files.new_directory import remove_directory
@@ -27,7 +27,7 @@ def remove(path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: the filesystem refused.
     """
-    wait_to_remove(path)
+    wait_inside(path)
     remove_at_once(path)
 
 

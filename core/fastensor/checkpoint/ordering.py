@@ -196,23 +196,19 @@ def drop_replaced(target: Target | RemotePath | object) -> None:
         work.drop("replaced", "a signal handler or a callback has saved to the same path")
 
 
-def wait_to_remove(location: Location) -> None:
-    """Return when everything that was accepted for a path, or inside of it, is done."""
-    _wait_inside(location)
-
-
 def wait_to_read_directory(location: Location) -> None:
     """Return when everything that this process accepted for a directory, or inside of it, is done.
 
     Raises:
         Exception: the last failure of this work that was not raised before.
     """
-    for work in reversed(_wait_inside(location)):
+    for work in reversed(wait_inside(location)):
         if (failure := work.take_failure()) is not None:
             raise failure
 
 
-def _wait_inside(location: Location) -> list[PendingWork]:
+def wait_inside(location: Location) -> list[PendingWork]:
+    """Return when everything that was accepted for a path, or inside of it, is done. Returns that work."""
     if not _pending:
         return []
     own = next(places_behind(location), "")

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
@@ -28,6 +27,7 @@ from fastensor.data import LmdbDataset, processes
 from fastensor.data.connection import Connection, ConnectionLost, Message
 from fastensor.data.serving import LocalClient, LocalServer
 from fastensor.errors import FastensorError, ProvisionError
+from fastensor.files.job_store import wait_until
 from fastensor.files.words import counted, human_seconds, human_size
 from fastensor.provision import DataService
 from fastensor.provision.embedded.client import LOCAL, checked_address
@@ -35,7 +35,6 @@ from fastensor.provision.embedded.client import LOCAL, checked_address
 _PATIENCE_SECONDS = 10
 _LEAVE_SECONDS = 60
 """Leaving a service on Ray takes seconds."""
-_RETRY_SECONDS = 0.02
 _LOOK_SECONDS = 1
 """Seconds within which an unused service is started again."""
 _PREFIX = f"fastensor-up-{os.geteuid()}-"
@@ -164,22 +163,13 @@ def down(address: str | None) -> int:
             f"no program of this machine keeps the data service {address}: one that a training job has started ends "
             f"with that"
         )
-    elif not _has_gone(address):
+    elif not wait_until(lambda: not _is_there(address), _PATIENCE_SECONDS):
         print(f"The data service {address} goes on for its clients, and ends with the last one", file=sys.stderr)
     return OK
 
 
-def _has_gone(address: str) -> bool:
-    """Wait until an embedded service cannot be reached any more. False if it still can after some time."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while _is_there(address):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_RETRY_SECONDS)
-    return True
-
-
 def _is_there(address: str) -> bool:
+    """True if an embedded service can be reached."""
     try:
         processes.reach(address.removeprefix(LOCAL)).close()
     except OSError:

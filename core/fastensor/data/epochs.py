@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, get_args
 
-import torch.distributed as dist
-
 from fastensor.data.plan import EpochPlan, Positions
 from fastensor.data.skipping import OnError, Skipped
 from fastensor.files.arguments import check_whole, check_word, checks_keywords
@@ -102,7 +100,7 @@ class EpochLoader(ABC):
     @property
     def plan(self) -> EpochPlan:
         """Plan of the samples that this rank takes."""
-        rank, world_size = self._ranks or ranks_of_job()
+        rank, world_size = self._ranks or rank_and_world_size()
         return replace(self._base_plan, rank=rank, world_size=world_size)
 
     @property
@@ -336,10 +334,3 @@ class _RestOfEpoch:
         at the end of an epoch Lightning does not load the loader's state, so only this call says which epoch is
         next."""
         return self._loader
-
-
-def ranks_of_job() -> tuple[int, int]:
-    """This rank, and the number of ranks."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return rank_and_world_size()

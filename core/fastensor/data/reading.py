@@ -96,7 +96,8 @@ class ValueReader:
         """Batches that were announced, and not read yet."""
         self._begun = 0
         """Number of those that were begun: the first ones."""
-        self._begun_nbytes = 0
+        self.begun_nbytes = 0
+        """Bytes that are being brought, or are there and not taken yet."""
         self._lock = threading.Lock()
 
     @property
@@ -109,11 +110,6 @@ class ValueReader:
         """True if announced batches are read ahead, by the engine that is in use, or by one that may be chosen
         later."""
         return self._engine.reads_ahead or self._chooses
-
-    @property
-    def begun_nbytes(self) -> int:
-        """Bytes that are being brought, or are there and not taken yet."""
-        return self._begun_nbytes
 
     def expect(self, batches: Iterable[Positions]) -> None:
         """Announce batches that will be read, in this order, after those announced before.
@@ -176,26 +172,26 @@ class ValueReader:
         batch = None
         for _ in range(count):
             batch = self._expected.popleft()
-            self._begun_nbytes -= batch.nbytes
+            self.begun_nbytes -= batch.nbytes
         self._begun = max(self._begun - count, 0)
         return batch
 
     def _begin_expected(self) -> None:
         """Begin to bring the next batches that were announced, as many as memory allows, if less than half is begun."""
-        if not self._engine.reads_ahead or self._begun_nbytes > self._read_ahead_nbytes // 2:
+        if not self._engine.reads_ahead or self.begun_nbytes > self._read_ahead_nbytes // 2:
             return
         before, end = self._begun, 0
         parts: list[Positions] = []
         for batch in islice(self._expected, before, None):
             positions = np.frombuffer(batch.key, np.int64)
             nbytes = int(np.maximum(self._extents.lengths[positions], _LEAST_BROUGHT_NBYTES).sum())
-            if self._begun_nbytes + nbytes > self._read_ahead_nbytes and self._begun:
+            if self.begun_nbytes + nbytes > self._read_ahead_nbytes and self._begun:
                 break
             batch.nbytes, batch.begin, batch.end = nbytes, end, end + len(positions)
             end = batch.end
             parts.append(positions)
             self._begun += 1
-            self._begun_nbytes += nbytes
+            self.begun_nbytes += nbytes
         if parts:
             fetch = self._engine.fetch(self._extents.at(np.concatenate(parts)))
             for batch in islice(self._expected, before, self._begun):
@@ -209,7 +205,7 @@ class ValueReader:
             if self._wanted_engine(self._extents.at(wanted)) != self._engine.name:
                 for batch in islice(self._expected, self._begun):
                     batch.nbytes, batch.fetch = 0, None
-                self._begun = self._begun_nbytes = 0
+                self._begun = self.begun_nbytes = 0
                 self._replace_engine()
         if self._interrupted:
             self._replace_engine()

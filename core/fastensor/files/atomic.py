@@ -30,7 +30,6 @@ from fastensor.files.os_errors import kept_at, write_errors
 
 LEFTOVER_SECONDS = 3600.0
 """A younger file may belong to another machine, whose locks are not seen on every filesystem."""
-_POLL_SECONDS = 0.01
 _DIGITS = 16
 _HIDDEN = rf"\.[0-9a-f]{{{_DIGITS}}}\.\d+{re.escape(posix.TEMPORARY_SUFFIX)}"
 
@@ -229,13 +228,10 @@ def wait_for_writers(path: str, seconds: float) -> bool:
     Returns:
         False if that takes longer than ``seconds``.
     """
-    deadline = time.monotonic() + seconds
+    from fastensor.files.job_store import wait_until  # the first save needs nothing of it
+
     pattern = f"{glob.escape(_stem(os.path.abspath(path)))}*{posix.TEMPORARY_SUFFIX}"
-    while any(map(_is_locked, glob.glob(pattern))):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
+    return wait_until(lambda: not any(map(_is_locked, glob.glob(pattern))), seconds)
 
 
 def _is_locked(name: str) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from fastensor.files.importing import text_of
+
 _CGROUP_FILES = (
     ("memory.max", "memory.current"),
     ("memory.high", "memory.current"),
@@ -23,15 +25,15 @@ def available_memory(root: Path = Path("/")) -> int:
     Args:
         root: where ``proc`` and ``sys`` are mounted.
     """
-    found = [int(kib) << 10 for kib in re.findall(r"^MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"), re.M)]
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    found = [int(kib) << 10 for kib in re.findall(r"^MemAvailable:\s+(\d+) kB", text_of(root / "proc/meminfo"), re.M)]
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" or "memory" in controllers.split(","):
             base = root / "sys/fs/cgroup" / ("" if number == "0" else "memory")
             folder = base / path.lstrip("/")
             # In a container the path may be the host's, and what is mounted the container's own.
             found += [free for one in (folder, *folder.parents) if one.is_relative_to(base) and (free := _free(one))]
-    limits, status = _text(root / "proc/self/limits"), _text(root / "proc/self/status")
+    limits, status = text_of(root / "proc/self/limits"), text_of(root / "proc/self/status")
     for limit, use in _PROCESS_LIMITS:
         most = re.search(rf"^Max {limit}\s+(\d+)", limits, re.M)
         used = re.search(rf"^{use}:\s+(\d+) kB", status, re.M)
@@ -44,16 +46,9 @@ def _free(cgroup: Path) -> int | None:
     """Bytes that a cgroup may still take, its page cache included, which it would give up; None without a limit."""
     found = []
     for limit_file, usage_file in _CGROUP_FILES:
-        limit, usage = _text(cgroup / limit_file).strip(), _text(cgroup / usage_file).strip()
+        limit, usage = text_of(cgroup / limit_file), text_of(cgroup / usage_file)
         if limit.isdigit() and usage.isdigit():
             # Version 1 also has what the group holds without the groups inside, which the usage counts.
-            cached = re.findall(r"^(?:total_)?inactive_file (\d+)", _text(cgroup / "memory.stat"), re.M)
+            cached = re.findall(r"^(?:total_)?inactive_file (\d+)", text_of(cgroup / "memory.stat"), re.M)
             found.append(max(int(limit) - int(usage) + max(map(int, cached), default=0), 1))
     return min(found, default=None)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -1,4 +1,5 @@
-"""Rank, world size and job from the environment variables of torchrun, SLURM, Open MPI and other MPIs."""
+"""Rank, world size and job from ``torch.distributed``, and the environment variables of torchrun, SLURM, Open MPI and
+other MPIs."""
 
 from __future__ import annotations
 
@@ -31,13 +32,18 @@ def local_processes() -> int:
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """The rank of this process, and the number of ranks, from ``RANK`` and ``WORLD_SIZE``; without these, 0 and 1.
+    """The rank of this process, and the number of ranks: those of ``torch.distributed``; before it is initialised, from
+    ``RANK`` and ``WORLD_SIZE``; without these, 0 and 1.
 
     SLURM's and MPI's own numbers are left alone: a batch script that runs one process has them, too.
 
     Raises:
         ValueError: a variable is no number.
     """
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if not (rank and world_size):
         return 0, 1

@@ -451,6 +451,11 @@ def check_writable(path: str) -> None:
     _call("faccessat", _AT_FDCWD, os.fsencode(path), os.W_OK, _AT_EACCESS)
 
 
+def identity_of(status: os.stat_result) -> tuple[int, ...]:
+    """Device, inode, size and time of the last write of a file. A new name or other rights do not change them."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def attributes_of(file: str | int) -> dict[str, bytes]:
     """The extended attributes that a replacement of the file has to keep: ACLs, security labels, notes of the user."""
     try:

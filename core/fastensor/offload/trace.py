@@ -220,10 +220,6 @@ def _microseconds(seconds: float) -> float:
 
 def _of_rank(path: str) -> str:
     """The file of this process: with the rank in its name in a job of several processes."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        rank, count = distributed.get_rank(), distributed.get_world_size()
-    else:
-        rank, count = rank_and_world_size()
+    rank, count = rank_and_world_size()
     stem, ending = os.path.splitext(path)
     return f"{stem}-rank{rank}{ending}" if count > 1 else path

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import chain, islice, repeat, takewhile
 from pathlib import Path
 
+from fastensor.files.importing import text_of
+
 _DISPLAY = 0x03
 _ACCELERATOR = 0x12
 """Base classes of PCI devices (PCI Code and ID Assignment Specification). GPUs are of the first, some of the second."""
@@ -49,10 +51,6 @@ class Placement:
     cpus: frozenset[int]
     """Processors of its NUMA node. Empty if the system does not say."""
 
-    def ucx_settings(self) -> dict[str, str]:
-        """Environment variables that make UCX use the network card."""
-        return {} if self.nic is None else {"UCX_NET_DEVICES": self.nic}
-
 
 def placements(root: Path = Path("/")) -> dict[str, Placement]:
     """Placement of each GPU, by the GPU's PCI address, in the order of addresses, which is that of CUDA with
@@ -76,12 +74,12 @@ def placements(root: Path = Path("/")) -> dict[str, Placement]:
 
 
 def shell_exports(placement: Placement) -> list[str]:
-    """The lines by which a shell lets what it starts use the network card of a GPU.
+    """The lines by which a shell lets what it starts use the network card of a GPU, by UCX.
 
     >>> shell_exports(Placement(("mlx5_0:1",), "mlx5_0:1", 0, frozenset()))
     ['export UCX_NET_DEVICES=mlx5_0:1']
     """
-    return [f"export {name}={shlex.quote(value)}" for name, value in placement.ucx_settings().items()]
+    return [] if placement.nic is None else [f"export UCX_NET_DEVICES={shlex.quote(placement.nic)}"]
 
 
 def worker_cpus(found: Mapping[str, Placement], workers: int) -> list[frozenset[int]]:
@@ -172,11 +170,11 @@ def _network_cards(root: Path) -> Iterator[tuple[str, PciDevice]]:
     for entry in _entries(root / "sys/class/infiniband"):
         device = _device(root, entry / "device")
         for port in _entries(entry / "ports"):
-            if device and _text(port / "state") in ("", "4: ACTIVE"):
+            if device and text_of(port / "state") in ("", "4: ACTIVE"):
                 yield f"{entry.name}:{port.name}", device
     for entry in _entries(root / "sys/class/net"):
         device = _device(root, entry / "device")
-        if device and _text(entry / "operstate") in ("", "up", "unknown"):
+        if device and text_of(entry / "operstate") in ("", "up", "unknown"):
             yield entry.name, device
 
 
@@ -192,7 +190,7 @@ def _device(root: Path, link: Path) -> PciDevice | None:
     node = _number(folder / "numa_node")
     numa_node = None if node is None or node < 0 else node
     of_node = root / f"sys/devices/system/node/node{numa_node}/cpulist"
-    return PciDevice(path[-1], path, numa_node, parsed_cpus(_text(folder / "local_cpulist") or _text(of_node)))
+    return PciDevice(path[-1], path, numa_node, parsed_cpus(text_of(folder / "local_cpulist") or text_of(of_node)))
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -203,13 +201,5 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _number(path: Path) -> int | None:
-    text = _text(path)
+    text = text_of(path)
     return int(text, 0) if text else None
-
-
-def _text(path: Path) -> str:
-    """Text of a file; empty if it does not exist, or the kernel has nothing to say."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""

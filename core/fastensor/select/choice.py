@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from fastensor.files.shown import record_repr
 from fastensor.files.words import counted, human_seconds, human_size
@@ -115,19 +115,11 @@ def _usual_seconds(dictionary: Dictionary, device: str, bucket: int) -> dict[str
     return {name: timing.seconds for name, timing in usual.items()}
 
 
-class Winners(NamedTuple):
-    """The fastest backends of one key: in WDic, or for a read; in RDic; and in WRDic."""
-
-    alone: str | None
-    to_read: str | None
-    to_write_and_read: str | None
-
-
-def winners(dictionary: Dictionary, key: Key) -> Winners:
-    """The fastest backends of a key."""
+def winners(dictionary: Dictionary, key: Key) -> tuple[str | None, ...]:
+    """The fastest backends of a key: in WDic, or for a read; in RDic; and in WRDic."""
     entry = dictionary.at(key)
     reads = seconds_to_read(dictionary, key) if key.context.operation == "write" else {}
     known = [name for name in entry.timings if name in reads]
     to_read = min(known, key=reads.__getitem__, default=None)
     both = min(known, key=lambda name: entry.timings[name].seconds + reads[name], default=None)
-    return Winners(entry.best, to_read, both)
+    return entry.best, to_read, both

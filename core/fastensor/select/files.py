@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -46,7 +47,6 @@ _KINDS: dict[Kind, dict[str, str]] = {
     "activations": {"of": "activations"},
     "torch.save": {"of": "torch.save with fsync"},
 }
-_POLL_SECONDS = 0.005
 _BESIDE = r"(\.lock|\.damaged)?"
 _logger = logging.getLogger("fastensor")
 
@@ -256,24 +256,19 @@ def _read_or_set_aside(path: Path) -> Dictionary:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Lock a dictionary file against other processes and threads, unless the filesystem has no locks."""
+    from fastensor.files.job_store import wait_until  # the first load needs nothing of it
+
     while True:
         fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            _lock(fd, path)
+            if not wait_until(partial(posix.try_lock, fd), LOCK_SECONDS):
+                raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock", f"{path}.lock")
             if os.fstat(fd).st_nlink:
                 yield
                 return
         finally:  # the lock file was removed, or the block has ended
             posix.unlock(fd)
             posix.close_read_only(fd)
-
-
-def _lock(fd: int, path: Path) -> None:
-    deadline = time.monotonic() + LOCK_SECONDS
-    while not posix.try_lock(fd):
-        if time.monotonic() > deadline:
-            raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock", f"{path}.lock")
-        time.sleep(_POLL_SECONDS)
 
 
 def _family(folder: Path, name: str) -> list[Path]:

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from fastensor.files.importing import content_of
+from fastensor.files.importing import text_of
 from fastensor.version import VERSION
 
 _KVIKIO = ("kvikio", "kvikio-cu12", "kvikio-cu13")
@@ -51,7 +51,7 @@ def identity(path: str | os.PathLike[str], root: Path = Path("/")) -> dict[str, 
         path: a file or folder. If it does not exist, the nearest folder above it counts.
         root: where ``/proc``, ``/sys`` and ``/dev`` are.
     """
-    found = {**_hardware(root), **_storage(*nearest(os.path.realpath(path)), root), **_versions()}
+    found = {**_hardware(root), **_storage(*nearest(os.path.realpath(path)), root), **software_versions()}
     return {name: text for name, text in found.items() if text}
 
 
@@ -77,12 +77,12 @@ def storage_kind(filesystem: str) -> StorageKind:
 
 @cache
 def _hardware(root: Path) -> dict[str, str]:
-    release = _RELEASE.match(_read(root / "proc/sys/kernel/osrelease"))
+    release = _RELEASE.match(text_of(root / "proc/sys/kernel/osrelease"))
     return {"cpu": _cpu(root), "gpu": ", ".join(sorted(set(_gpus(root)))), "linux": release[0] if release else ""}
 
 
 def _cpu(root: Path) -> str:
-    text = _read(root / "proc/cpuinfo")
+    text = text_of(root / "proc/cpuinfo")
     count = len(_PROCESSOR.findall(text)) or os.cpu_count()
     fields = _fields(text)
     arm = [fields[name] for name in ("CPU implementer", "CPU part") if name in fields]
@@ -94,11 +94,11 @@ def _gpus(root: Path) -> Iterator[str]:
     """The models of the GPUs, each with its memory, or with as much of the memory as the bus sees: models are sold with
     several sizes, and transfers from the disk go through that window."""
     for information in root.glob("proc/driver/nvidia/gpus/*/information"):
-        window = _largest_window(_read(root / "sys/bus/pci/devices" / information.parent.name / "resource"))
-        model = _fields(_read(information)).get("Model", "NVIDIA")
+        window = _largest_window(text_of(root / "sys/bus/pci/devices" / information.parent.name / "resource"))
+        model = _fields(text_of(information)).get("Model", "NVIDIA")
         yield f"{model} ({_binary_size(window)} on the bus)" if window else model
     for memory in root.glob("sys/class/drm/card*/device/mem_info_vram_total"):
-        yield f"AMD {_read(memory.with_name('device'))} ({_binary_size(_number(memory))})"
+        yield f"AMD {text_of(memory.with_name('device'))} ({_binary_size(_number(memory))})"
 
 
 def _largest_window(resource: str) -> int:
@@ -119,7 +119,7 @@ class _Mount(NamedTuple):
 
 
 def _storage(folder: Path, number: int, root: Path) -> dict[str, str]:
-    mount = _mount_of(folder, number, list(_mounts(_read(root / "proc/self/mountinfo"))))
+    mount = _mount_of(folder, number, list(_mounts(text_of(root / "proc/self/mountinfo"))))
     if mount is None:
         return {}
     block = _block_device(mount, root)
@@ -166,12 +166,12 @@ def _describe_disk(block: Path) -> str:
 
 def _composition(folder: Path) -> str:
     """Way in which a disk is made of others: ``raid0``, ``crypt``, ``lvm``, ..."""
-    mapped = _read(folder / "dm/uuid").partition("-")[0].lower()
-    return _read(folder / "md/level") or mapped or _kind(folder)
+    mapped = text_of(folder / "dm/uuid").partition("-")[0].lower()
+    return text_of(folder / "md/level") or mapped or _kind(folder)
 
 
 def _model(folder: Path) -> str:
-    given = _read(folder / "device/model") or _read(folder / "device/name")
+    given = text_of(folder / "device/model") or text_of(folder / "device/name")
     subsystem = folder / "device/subsystem"
     return given or (os.path.basename(os.path.realpath(subsystem)) if os.path.exists(subsystem) else _kind(folder))
 
@@ -181,7 +181,8 @@ def _kind(folder: Path) -> str:
 
 
 @cache
-def _versions() -> dict[str, str]:
+def software_versions() -> dict[str, str]:
+    """The versions of the software, as identities have them; that of kvikio is empty if it is not installed."""
     found = {"fastensor": ".".join(VERSION.split(".")[:2]), "torch": str(torch.__version__)}
     return found | {"kvikio": next(filter(None, map(_version, _KVIKIO)), "")}
 
@@ -244,10 +245,5 @@ def _entries(folder: Path) -> list[Path]:
 
 def _number(path: Path) -> int:
     """The number in a small file; 0 if there is none."""
-    text = _read(path)
+    text = text_of(path)
     return int(text) if _NUMBER.fullmatch(text) else 0
-
-
-def _read(path: Path) -> str:
-    """The text of a small file; empty if it cannot be read."""
-    return content_of(str(path)).decode(errors="replace").strip()

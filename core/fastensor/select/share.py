@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fastensor.backends.registry import AUTO
 from fastensor.files.job_store import call_within
-from fastensor.select.choice import Winners, winners
+from fastensor.select.choice import winners
 from fastensor.select.current import current_selector
 from fastensor.select.dictionary import Dictionary, DictionaryError, Key
 from fastensor.select.machine import identity
@@ -34,7 +34,7 @@ _logger = logging.getLogger("fastensor")
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 """By the group that shares, the numbers of its sharings. They are alike in all ranks of the group."""
 
-_Digest: TypeAlias = dict[Key, tuple[Winners, tuple[str, ...]]]
+_Digest: TypeAlias = dict[Key, tuple[tuple[str | None, ...], tuple[str, ...]]]
 """By key, the best backends, and all backends in order of speed."""
 
 

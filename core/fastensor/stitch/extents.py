@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
-from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Image, Payload, Segment
+from fastensor.stitch.image import Header, Image, Payload, Segment
 
 UNIT_NBYTES = 1 << 20
 """Extents begin at multiples of this. Stripes of parallel filesystems, over whose parts machines would wait for each
@@ -73,16 +73,3 @@ def _part(image: Image, extent: Extent, unknown: Collection[int], unfilled: list
                 unfilled.append(segment)
         segments.append(Header(position, segment.data[begin : begin + nbytes], blanks))
     return segments
-
-
-def filled(header: Header, crc32s: Sequence[int]) -> bytes:
-    """The bytes of a header.
-
-    Args:
-        header: the header.
-        crc32s: the CRC32 of each storage.
-    """
-    data = bytearray(header.data)
-    for position, storage in header.blanks:
-        data[position : position + CHECKSUM_NBYTES] = crc32s[storage].to_bytes(CHECKSUM_NBYTES, "little")
-    return bytes(data)

@@ -37,6 +37,17 @@ class Header(NamedTuple):
     def nbytes(self) -> int:
         return len(self.data) or self.forgotten_nbytes
 
+    def filled(self, crc32s: Sequence[int]) -> bytes:
+        """The bytes of the header.
+
+        Args:
+            crc32s: the CRC32 of each storage.
+        """
+        data = bytearray(self.data)
+        for position, storage in self.blanks:
+            data[position : position + CHECKSUM_NBYTES] = crc32s[storage].to_bytes(CHECKSUM_NBYTES, "little")
+        return bytes(data)
+
 
 class Payload(NamedTuple):
     """The bytes of one storage, or a part of them."""

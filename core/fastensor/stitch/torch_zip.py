@@ -31,7 +31,7 @@ from torch.utils.serialization import config as torch_config
 
 from fastensor.errors import CorruptCheckpointError, LayoutError
 from fastensor.files.forks import lock_of
-from fastensor.stitch.image import CHECKSUM_NBYTES, Header, Image, Payload
+from fastensor.stitch.image import Header, Image, Payload
 from fastensor.stitch.parts import LOCAL_HEADER
 from fastensor.stitch.plain_tensors import (
     NO_VALUES,
@@ -232,17 +232,8 @@ def _found_in(sample: bytes, contents: Sequence[bytes], alignment: int) -> Small
 
 def _assembled(image: Image, contents: Sequence[bytes]) -> bytes:
     """The bytes of a file whose storages have these contents."""
-    parts = []
-    for segment in image.segments:
-        if not isinstance(segment, Header):
-            parts.append(contents[segment.storage])
-            continue
-        data = bytearray(segment.data)
-        for position, storage in segment.blanks:
-            crc32 = isal_zlib.crc32(contents[storage])
-            data[position : position + CHECKSUM_NBYTES] = crc32.to_bytes(CHECKSUM_NBYTES, "little")
-        parts.append(bytes(data))
-    return b"".join(parts)
+    crc32s = [isal_zlib.crc32(data) for data in contents]
+    return b"".join(one.filled(crc32s) if isinstance(one, Header) else contents[one.storage] for one in image.segments)
 
 
 @lru_cache(maxsize=16)

@@ -213,13 +213,13 @@ class AsyncWriter:
         is_directory = files.is_directory(path)
         take_away = files.remove_at_once if is_directory else files.remove_file_at_once
         if is_directory:
-            ordering.wait_to_remove(path)  # other writers may save into it, too
+            ordering.wait_inside(path)  # other writers may save into it, too
         saves = self._pending_saves()  # before failures are looked for: a save is in one of the two
         self._raise_failure()
         while saves and saves[-1].place == place and saves[-1].drop("cancelled", "its file was removed"):
             saves.pop()
         if not saves:
-            ordering.wait_to_remove(path)
+            ordering.wait_inside(path)
             take_away(path)
             return
         step = self._follow(place, lambda: take_away(path), f"removing {path}", leaves_file=False, after=saves[-1])

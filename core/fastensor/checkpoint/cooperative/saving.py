@@ -43,7 +43,7 @@ from fastensor.files.atomic import NewFile
 from fastensor.files.job_store import has_others
 from fastensor.files.os_errors import write_errors
 from fastensor.select.transfer import BackendChoice, Transfer
-from fastensor.stitch.extents import Extent, cut, filled
+from fastensor.stitch.extents import Extent, cut
 from fastensor.stitch.image import Header, Image, Payload, Segment
 from fastensor.stitch.source import Plan, Source
 
@@ -248,7 +248,7 @@ class _Leader:
                 crc32s[number] = isal_zlib.crc32_combine(crc32s[number], crc32, nbytes)
         self._write_own(source, new.fd, crc32s)
         for header in pieces.unfilled:
-            posix.write_fully(new.fd, memoryview(filled(header, crc32s)), header.offset)
+            posix.write_fully(new.fd, memoryview(header.filled(crc32s)), header.offset)
         posix.truncate(new.fd, source.nbytes)
         self._shared = True
         return transfer, crc32s

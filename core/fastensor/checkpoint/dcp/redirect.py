@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import optimizer
@@ -29,12 +29,6 @@ from fastensor.files.replacing import replacing, wrap_method
 from fastensor.select.transfer import BackendChoice
 
 
-class SaveFunction(Protocol):
-    """Takes the place of ``dcp.save``: gets what its caller gave, and the path."""
-
-    def __call__(self, state_dict: dict[str, Any], path: str | os.PathLike[str], **options: Any) -> Metadata | None: ...
-
-
 @dataclass(slots=True)
 class Redirected:
     """Counts of the calls that went through Fastensor."""
@@ -46,7 +40,7 @@ class Redirected:
 @contextmanager
 def redirected(
     *,
-    save: SaveFunction | None = None,
+    save: Callable[..., Metadata | None] | None = None,
     reader: Callable[[str | os.PathLike[str]], FastensorStorageReader] | None = None,
 ) -> Iterator[Redirected]:
     """In the block, what this thread saves and loads by ``torch.distributed.checkpoint`` goes through Fastensor.
@@ -56,7 +50,8 @@ def redirected(
     of several threads follow one another.
 
     Args:
-        save: saves instead of ``dcp.save``; None leaves that to torch.
+        save: takes the place of ``dcp.save``: gets the state dict, the path, and as keywords what else its caller gave.
+            None leaves that to torch.
         reader: makes the reader for a path; None leaves loads to torch. What its loads fail with is raised as an
             ``Exception``, on all ranks: CorruptCheckpointError or CheckpointReadError.
 

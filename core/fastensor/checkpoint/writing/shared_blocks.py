@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -47,7 +47,6 @@ _UNCOUNTED = -1
 """In place of the version counter that an inference tensor does not have."""
 _NEVER = (errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS)
 """Errors by which a filesystem says that its files share no blocks."""
-_Identity: TypeAlias = tuple[int, int, int, int]
 
 
 class WrittenFile(NamedTuple):
@@ -55,7 +54,7 @@ class WrittenFile(NamedTuple):
 
     paths: tuple[str, ...]
     """Its path then, and the one that it has since its directory was published."""
-    identity: _Identity
+    identity: tuple[int, ...]
 
 
 class Copy(NamedTuple):
@@ -141,7 +140,7 @@ class SharedBlocks:
         self._left = left
         """What is left to be written, without its storages; None if that is everything."""
         self._ages = ages
-        self._identity = _identity(file.fd)
+        self._identity = posix.identity_of(os.fstat(file.fd))
 
     @contextmanager
     def writing(self) -> Iterator[Replacement]:
@@ -157,7 +156,7 @@ class SharedBlocks:
                 yield beside
                 for begin, offset, nbytes in self._left.places:
                     posix.move_bytes(beside.fd, begin, self.file.fd, offset, nbytes)
-        self._identity = _identity(self.file.fd)
+        self._identity = posix.identity_of(os.fstat(self.file.fd))
 
     def remember(self, checksums: Sequence[int]) -> Sequence[int]:
         """Note where the storages are. The new file has got its name.
@@ -238,12 +237,6 @@ def _may_share(plan: Plan, fd: int) -> bool:
     return plan.nbytes >= _LEAST_NBYTES and posix.may_share_blocks(fd) and os.fstat(fd).st_dev not in _refusing
 
 
-def _identity(fd: int) -> _Identity:
-    """Device, inode, size and time of the last write of a file. A new name or other rights do not change them."""
-    found = os.fstat(fd)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
 def _parts_of(plan: Plan, least_nbytes: int) -> list[_WrittenPart]:
     """The storages of a file that are worth sharing."""
     versions = _versions(plan)
@@ -308,7 +301,7 @@ def _open(file: WrittenFile, opened: ExitStack) -> int:
         with suppress(OSError), ExitStack() as this:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             this.callback(posix.close_read_only, fd)
-            if _identity(fd) == file.identity:
+            if posix.identity_of(os.fstat(fd)) == file.identity:
                 opened.push(this.pop_all())
                 return fd
     return -1
@@ -364,7 +357,7 @@ def _link(plan: Plan, same: Sequence[_Candidate], path: str) -> tuple[Plan, Shar
             link = Link(path, base)
             undo.callback(link.close)
             blocks = SharedBlocks(link, [one.part for one in same], len(plan.storages), left.released(), {})
-            if _identity(base) != identity:
+            if posix.identity_of(os.fstat(base)) != identity:
                 return None
             undo.pop_all()
             return left, blocks
@@ -388,7 +381,7 @@ def _share(candidates: Sequence[_Candidate], fd: int) -> list[_Candidate]:
                 break
         else:
             shared.append(one)
-    return [one for one in shared if _identity(one.base) == one.copy.file.identity]
+    return [one for one in shared if posix.identity_of(os.fstat(one.base)) == one.copy.file.identity]
 
 
 def _name_in(plan: Plan, storage: int) -> str:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -19,7 +18,9 @@ import torch
 from fastensor.backends import registry
 from fastensor.backends.gds import compat_reason
 from fastensor.cli.checkup import Advice
+from fastensor.files.importing import text_of
 from fastensor.files.words import human_size
+from fastensor.select.machine import software_versions
 from fastensor.version import VERSION
 
 ROOT = Path("/")
@@ -109,7 +110,7 @@ def find_kvikio() -> tuple[KvikioState, Gds]:
     driver = nvidia_fs(ROOT)
     if find_spec("kvikio") is None:
         return KvikioState("", False, "it is not installed", ""), Gds(driver, "none", "kvikio is not installed")
-    release = _release("kvikio", "kvikio-cu12", "kvikio-cu13") or "of an unknown version"
+    release = software_versions()["kvikio"] or "of an unknown version"
     if reason := registry.why_unavailable("gds"):
         is_imported = "kvikio" in sys.modules
         return KvikioState(release, is_imported, reason, ""), Gds(driver, "none", "kvikio cannot be used")
@@ -189,18 +190,5 @@ def nvidia_fs(root: Path) -> str:
 
 def _first(pattern: str, path: Path) -> str:
     """The first group of a pattern in a file; empty if the file is missing or does not match."""
-    try:
-        found = re.search(pattern, path.read_text(errors="replace"))
-    except OSError:
-        return ""
+    found = re.search(pattern, text_of(path))
     return found[1] if found else ""
-
-
-def _release(*distributions: str) -> str:
-    """The version of the first distribution that is installed; empty if there is none."""
-    for name in distributions:
-        try:
-            return version(name)
-        except ImportError:
-            continue
-    return ""

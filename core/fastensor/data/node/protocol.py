@@ -1,10 +1,11 @@
 """Messages between a node reader and its clients, over a :class:`~fastensor.data.connection.Connection`.
 
-The greeting is the reader's process id. A client opens a file, and requests values by their extents. It takes them in
-the order of its requests. The reader packs consecutive values into a slot of the client's ring, and sends the client
-the place of the slot. Both cut a request into slots in the same way. If the ring has no room for values that the client
-waits for, the reader sends the values themselves. So a client gets on although it keeps old values, or wants a value
-that is larger than its ring.
+The greeting is the reader's process id. A client opens a file. It gets the memory of its ring, with the name of the
+engine, and the bytes that the values of a slot have together at most, although a slot has one value at least. Then it
+requests values by their extents, and takes them in the order of its requests. The reader packs consecutive values into
+a slot of the client's ring, and sends the client the place of the slot. Both cut a request into slots in the same way.
+If the ring has no room for values that the client waits for, the reader sends the values themselves. So a client gets
+on although it keeps old values, or wants a value that is larger than its ring.
 """
 
 from __future__ import annotations
@@ -21,14 +22,6 @@ from fastensor.data.worker_errors import can_be_sent
 from fastensor.errors import NodeReaderError
 
 # of the reader
-
-
-class Ready(NamedTuple):
-    """The file is open. The memory of the client's ring comes along."""
-
-    engine: str
-    slot_nbytes: int
-    """A slot has values of at most this many bytes together, but one at least."""
 
 
 class Values(NamedTuple):

@@ -26,17 +26,7 @@ from fastensor.data.coalescing import Extents, Integers
 from fastensor.data.connection import Connection, ConnectionLost, Message
 from fastensor.data.engines.base import Engine, Fetch
 from fastensor.data.engines.choice import Strategy
-from fastensor.data.node.protocol import (
-    Failed,
-    Needs,
-    Opening,
-    Ready,
-    Request,
-    Values,
-    layout,
-    sent_error,
-    spans_of,
-)
+from fastensor.data.node.protocol import Failed, Needs, Opening, Request, Values, layout, sent_error, spans_of
 from fastensor.data.ring import SlotWriter
 from fastensor.data.serving import LocalClient, LocalServer
 
@@ -231,7 +221,7 @@ class NodeServer(LocalServer[_Client]):
         except Exception as error:  # noqa: BLE001  # the client raises it
             client.connection.send(Failed(-1, sent_error(error)))
             return
-        client.connection.send(Ready(client.source.engine.name, client.slot_nbytes), fd=client.ring.fd)
+        client.connection.send((client.source.engine.name, client.slot_nbytes), fd=client.ring.fd)
 
     def _source(self, fd: int, opening: Opening) -> _OpenFile:
         """The file of a descriptor: opened before, if other clients read the same file in the same way."""

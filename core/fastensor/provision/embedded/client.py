@@ -15,15 +15,7 @@ from fastensor.data.connection import Connection, ConnectionLost, Conversation, 
 from fastensor.data.plan import EpochPlan
 from fastensor.data.ring import SlotReader, mapped
 from fastensor.errors import ProvisionError
-from fastensor.provision.embedded.protocol import (
-    AskStatus,
-    BatchReady,
-    Credit,
-    Hello,
-    Register,
-    Registered,
-    Status,
-)
+from fastensor.provision.embedded.protocol import AskStatus, BatchReady, Credit, Hello, Register, Registered
 from fastensor.provision.engine import EngineLost, Pushed, Registration, Start
 from fastensor.provision.pickling import pickling
 
@@ -80,7 +72,7 @@ class EmbeddedEngine:
     def health(self) -> dict[str, Any]:
         with _conversation():
             self._talking().send(AskStatus())
-            return dict(_answer(self._talking(), _HEALTH_SECONDS, Status).content.found)
+            return dict(_answer(self._talking(), _HEALTH_SECONDS, dict).content)
 
     def recover(self) -> None:
         before = self._lease
@@ -165,7 +157,7 @@ class EmbeddedFeed:
 
     def pushed(self, seconds: float) -> Pushed | None:
         with _conversation(self._connection):
-            while (message := self._connection.receive()) is None or isinstance(message.content, Status):
+            while (message := self._connection.receive()) is None or isinstance(message.content, dict):
                 if message is None and not self._connection.wait(seconds):
                     self._check_health()
                     return None

@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 
@@ -40,17 +40,6 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Libraries that are imported from now on start no threads. There are as many workers as processors."""
 _MAY_BE_SHARED = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 """Files that the script may leave open: they have no state."""
-
-
-class Main(Protocol):
-    """Main function of a worker.
-
-    Args:
-        connection: to the server.
-        place: which of the workers it is.
-    """
-
-    def __call__(self, connection: Connection, *, place: int) -> None: ...
 
 
 class ChildProcess:
@@ -77,13 +66,13 @@ class ForkServer(ChildProcess):
     """A forkserver, as the server sees it.
 
     Args:
-        main: what runs in each worker.
+        main: what runs in each worker: gets the connection to the server, and as ``place`` which of the workers it is.
         spec_fd: what is served.
         prepares: whether it imports the user's script before it forks.
         kept: descriptors that workers need, besides that of the spec.
     """
 
-    def __init__(self, main: Main, spec_fd: int, *, prepares: bool, kept: Collection[int] = ()) -> None:
+    def __init__(self, main: Callable[..., None], spec_fd: int, *, prepares: bool, kept: Collection[int] = ()) -> None:
         self.prepares = prepares
         self.awaited: set[int] = set()
         """The places of workers that it was asked for, and that have not come yet."""
@@ -125,7 +114,13 @@ def _run_and_exit(run: Callable[[], object]) -> NoReturn:
 
 
 def _make_workers(
-    connection: Connection, server_pid: int, main: Main, spec_fd: int, kept: Collection[int], *, prepares: bool
+    connection: Connection,
+    server_pid: int,
+    main: Callable[..., None],
+    spec_fd: int,
+    kept: Collection[int],
+    *,
+    prepares: bool,
 ) -> None:
     """Be a forkserver, in a forked child of the server. Keeps nothing else of it open."""
     _die_with(server_pid)

@@ -40,12 +40,6 @@ class BatchReady(NamedTuple):
     failure: str = ""
 
 
-class Status(NamedTuple):
-    """An answer to ``AskStatus``."""
-
-    found: dict[str, object]
-
-
 # client to server
 
 
@@ -69,7 +63,7 @@ class Credit(NamedTuple):
 
 
 class AskStatus(NamedTuple):
-    """Ask for the state of the service."""
+    """Ask for the state of the service. The answer is a dict."""
 
 
 # server to worker, and back

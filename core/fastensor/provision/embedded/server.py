@@ -40,7 +40,6 @@ from fastensor.provision.embedded.protocol import (
     Hello,
     Register,
     SamplesStored,
-    Status,
     StoreSamples,
 )
 from fastensor.provision.embedded.spec import facts_of
@@ -103,7 +102,7 @@ class EmbeddedServer(LocalServer[Client]):
     def obey(self, client: Client, message: Message) -> None:
         match message.content:
             case AskStatus():
-                client.connection.send(Status(self._status()))
+                client.connection.send(self._status())
             case Register() as wanted:
                 client.register(wanted)
                 for one in self._workers:
