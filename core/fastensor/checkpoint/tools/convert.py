@@ -18,7 +18,6 @@ from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.models.sharded import SHARD_NBYTES, write_sharded
 from fastensor.checkpoint.progress import Progress, reporting
 from fastensor.checkpoint.report import warn_unverified
-from fastensor.checkpoint.tools.catalog import TensorInfo
 from fastensor.checkpoint.tools.conversion.copying import cast_bytes
 from fastensor.checkpoint.tools.conversion.settings import ConvertSettings, WrittenContainer
 from fastensor.checkpoint.tools.conversion.sources import ConversionSource, open_source, what_shares_memory
@@ -208,7 +207,9 @@ class _Conversion:
         """The layout of a file, whose bytes come from those of the source. Stand-ins take the places of tensors while
         it is planned: their memory is never touched, only their sizes count."""
         settings, source = self._settings, self._source
-        stand_ins = {name: self._stand_in(source.tensors[name]) for name in names}
+        stand_ins = {
+            name: _untouched(settings.cast(source.tensors[name].dtype), source.tensors[name].shape) for name in names
+        }
         planned = SaveSettings(self._texts, settings.checksums).plan(source.build(stand_ins), kind)
         names_of = {_identity(one.untyped_storage()): name for name, one in stand_ins.items()}
         owners = [names_of.get(_identity(storage)) for storage in planned.storages]
@@ -218,9 +219,6 @@ class _Conversion:
         return planned.with_storages(
             [storage if name is None else wanted[name] for name, storage in zip(owners, planned.storages, strict=True)]
         )
-
-    def _stand_in(self, info: TensorInfo) -> torch.Tensor:
-        return _untouched(self._settings.cast(info.dtype), info.shape)
 
     def _cast(self, name: str, found: FileBytes) -> FileBytes:
         """The bytes of a tensor in the dtype that it gets."""

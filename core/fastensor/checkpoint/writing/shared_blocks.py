@@ -86,11 +86,6 @@ class _WrittenPart(NamedTuple):
         return {} if storage is None else _copies.setdefault(storage, {})
 
     @property
-    def is_counted(self) -> bool:
-        """True if the versions may be trusted. What is collected by ``.data`` has a counter of its own, at 0."""
-        return 0 not in self.versions
-
-    @property
     def extent(self) -> Extent:
         return self.payload.before, self.payload.before + self.payload.nbytes
 
@@ -205,11 +200,17 @@ def share_blocks(
         StateChangedError: ``how`` is ``"trust"``, and a storage has changed, but not its version counters, which torch
             has counted up before.
     """
-    may_share = bool(how) and _may_share(plan, new.fd)
+    may_share = (
+        bool(how)
+        and plan.nbytes >= _LEAST_NBYTES
+        and posix.may_share_blocks(new.fd)
+        and os.fstat(new.fd).st_dev not in _refusing
+    )
     parts = _parts_of(plan, least_nbytes=1 if how == "link" else _LEAST_NBYTES) if may_share or how == "link" else []
     with ExitStack() as opened:
         found = _candidates(parts, new.fd, opened)
-        trusted = {one.number for one in found if how == "trust" and one.part.is_counted}
+        # versions of 0 say nothing: what is collected by ``.data`` has a counter of its own, which stays there
+        trusted = {one.number for one in found if how == "trust" and 0 not in one.part.versions}
         compared = [one for one in found if one.number not in trusted]
         compared += _sample([one for one in found if one.number in trusted])
         try:
@@ -232,10 +233,6 @@ def share_blocks(
     rest = remainder(plan, extents, {one.number: one.copy.crc32 for one in shared})
     ages = {one.number: one.copy.age + 1 for one in shared} | {one.number: 0 for one in compared}
     return rest, SharedBlocks(new, parts, len(plan.storages), rest.released(), ages)
-
-
-def _may_share(plan: Plan, fd: int) -> bool:
-    return plan.nbytes >= _LEAST_NBYTES and posix.may_share_blocks(fd) and os.fstat(fd).st_dev not in _refusing
 
 
 def _identity(fd: int) -> _Identity:
