@@ -176,7 +176,7 @@ def made_batch(
             if untouched:
                 return sample.value
             sample = sample.encoded
-        value = encoding.decode(sample if untouched else _copy(sample))
+        value = encoding.decode(sample if untouched else np.array(sample, np.uint8).data)  # of a copy
         if served.after_cache is None:
             return value
         _seed_all(seed, epoch, position)
@@ -216,10 +216,6 @@ def _is_whole(sample: memoryview) -> bool:
     except CorruptSampleError:
         return False
     return True
-
-
-def _copy(sample: memoryview) -> memoryview:
-    return np.array(sample, np.uint8).data
 
 
 def _named(function: Callable[[Any], Any], value: Any, what: str, position: int) -> Any:
