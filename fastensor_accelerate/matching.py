@@ -145,9 +145,7 @@ def _misfit(files: WeightFiles, path: str, names: Mapping[str, str], model: nn.M
     parameters, buffers = dict(parameters_of(model)), dict(_persistent_buffers_of(model))
     lacks = [name for name in parameters if name not in names]
     # As for load_state_dict: files of early torch lack num_batches_tracked, and nothing but training needs it.
-    lacks_buffers = [
-        name for name in buffers if name not in names and name.rpartition(".")[2] != "num_batches_tracked"
-    ]
+    lacks_buffers = [name for name in buffers if name not in names and name.rpartition(".")[2] != "num_batches_tracked"]
     for name in (lacks + lacks_buffers)[:1]:
         why = _not_tied(name, path, names, model) or no_weight(name, path, names, files.weights)
         lacking = f"{counted(len(lacks), 'parameters')} and {counted(len(lacks_buffers), 'buffers')}"
