@@ -37,8 +37,9 @@ def match(files: WeightFiles, path: str, prefix: str, model: nn.Module | None) -
     """
     names = {name[len(prefix) :]: files.ties.get(name, name) for name in files.weights if name.startswith(prefix)}
     if not names:
+        some = ", ".join([*map(repr, islice(files.weights, 3)), "…"])
         raise UnknownKeyError(
-            f"{path}: expected names that begin with {prefix!r}, found {_some(files.weights)}"
+            f"{path}: expected names that begin with {prefix!r}, found {some}"
             if files.weights
             else f"{path}: there are no tensors in it"
         )
@@ -143,7 +144,8 @@ def _misfit(files: WeightFiles, path: str, names: Mapping[str, str], model: nn.M
     """Message about the first tensor of the model that the checkpoint lacks, or has in another shape."""
     parameters, buffers = dict(parameters_of(model)), dict(_persistent_buffers_of(model))
     lacks = [name for name in parameters if name not in names]
-    lacks_buffers = [name for name in buffers if name not in names and not _may_be_missing(name)]
+    # As for load_state_dict: files of early torch lack num_batches_tracked, and nothing but training needs it.
+    lacks_buffers = [name for name in buffers if name not in names and name.rpartition(".")[2] != "num_batches_tracked"]
     for name in (lacks + lacks_buffers)[:1]:
         why = _not_tied(name, path, names, model) or no_weight(name, path, names, files.weights)
         lacking = f"{counted(len(lacks), 'parameters')} and {counted(len(lacks_buffers), 'buffers')}"
@@ -174,12 +176,6 @@ def _persistent_buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor
     """Buffers that checkpoints hold, tied ones under each name."""
     saved = model.state_dict(keep_vars=True)
     return ((name, one) for name, one in model.named_buffers(remove_duplicate=False) if name in saved)
-
-
-def _may_be_missing(buffer: str) -> bool:
-    """True if a checkpoint may do without a buffer, as for ``load_state_dict``. Files of early torch lack this one, and
-    nothing but training needs it."""
-    return buffer.rpartition(".")[2] == "num_batches_tracked"
 
 
 def _check_computed_buffers(model: nn.Module, path: str) -> None:
@@ -219,7 +215,3 @@ def _extra_states_of(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
         module, _, leaf = name.rpartition(".")
         if leaf == "_extra_state":
             yield name, module, state
-
-
-def _some(names: Iterable[str]) -> str:
-    return ", ".join([*map(repr, islice(names, 3)), "…"])

@@ -273,7 +273,11 @@ def _everyone_calls() -> bool:
     rank = dist.get_rank()
     here = [f"{one}" for one in range(dist.get_world_size())]
     connect = partial(connect_to_job, f"fastensor/save_state/{next(_calls)}/")
-    store = JobStore(connect, PATIENCE.total_seconds(), _unreachable)
+    store = JobStore(
+        connect,
+        PATIENCE.total_seconds(),
+        lambda error: CheckpointWriteError(f"the main process cannot be reached: {error}"),
+    )
     store.ask("set", here[rank], "here")
     seconds = _ARRIVAL_SECONDS if rank == 0 else PATIENCE.total_seconds()
     is_decided = wait_until(lambda: store.ask("check", here) or store.ask("check", ["decision"]), seconds)
@@ -289,7 +293,3 @@ def _everyone_calls() -> bool:
             _ARRIVAL_SECONDS,
         )
     return decision == "everyone"
-
-
-def _unreachable(error: Exception) -> CheckpointWriteError:
-    return CheckpointWriteError(f"the main process cannot be reached: {error}")

@@ -45,7 +45,8 @@ def replaced(files: StateFiles) -> Iterator[Redirected | None]:
         How often shards were saved and loaded; None if ``files`` leaves them to torch.
     """
     with replacing() as undo, _shards_replaced(files) as shards:
-        for name in (*_SEAMS, *[_SAVE] * files.is_of_all_processes, *_SPLITS * files.config.link_unchanged):
+        all_write = files.saving is not None and files.saving.is_together  # files of models and optimizers
+        for name in (*_SEAMS, *[_SAVE] * all_write, *_SPLITS * files.config.link_unchanged):
             module_name, _, attribute = name.rpartition(".")
             module = sys.modules.get(module_name)
             if module is not None and hasattr(module, attribute):

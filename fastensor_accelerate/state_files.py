@@ -75,11 +75,6 @@ class StateFiles:
     """Errors of files that are damaged, or no checkpoints."""
 
     @property
-    def is_of_all_processes(self) -> bool:
-        """True if all processes write the files of models and optimizers, and not the main one alone."""
-        return self.saving is not None and self.saving.is_together
-
-    @property
     def has_shards(self) -> bool:
         """True if FSDP may have processes save and load shards."""
         return bool(self.accelerator.distributed_type == DistributedType.FSDP)

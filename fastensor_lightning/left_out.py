@@ -236,7 +236,7 @@ def _tensors_in(files: Collection[Location], kinds: set[_Kind]) -> Iterator[tupl
     for file in files if kinds else ():
         with fastensor.open(file, verify=False) as base:
             for name, one in base.info.items():
-                if (_name_of(one.dtype), one.shape) not in kinds:
+                if (str(one.dtype).removeprefix("torch."), one.shape) not in kinds:
                     continue
                 try:
                     tensor = base[name]
@@ -254,14 +254,10 @@ def _record(tensor: Any) -> _Record | None:
     storage, begin, half = plain.untyped_storage(), plain.storage_offset() * plain.itemsize, plain.nbytes // 2
     parts = [StoragePart(storage, begin, half), StoragePart(storage, begin + half, plain.nbytes - half)]
     first, second = crc32s_of(parts)
-    return _name_of(plain.dtype), tuple(plain.shape), first, second
+    return str(plain.dtype).removeprefix("torch."), tuple(plain.shape), first, second
 
 
 def _place_of(base: str | os.PathLike[str]) -> str:
     """Where a base is: the file or folder itself, since a link that leads to it now may lead elsewhere later."""
     found = as_in_fsspec(base)
     return os.path.realpath(found) if isinstance(locate(found), str) else found
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

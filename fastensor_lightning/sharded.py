@@ -195,7 +195,7 @@ class ShardedCheckpoints:
     def _make_way(self, strategy: Any, path: str) -> None:
         """Remove a sharded checkpoint, or a link to one, which a file is to replace. Lightning would have all ranks
         remove it at once, of which some fail, and would not remove a link."""
-        if strategy.broadcast(_holds_shards(path)):
+        if strategy.broadcast(os.path.isfile(os.path.join(path, _METADATA))):  # what Lightning takes for a sharded one
             remove = partial(remove_at_once, path) if strategy.local_rank == 0 else lambda: None
             agreement = self._agree()
             agreement.together(self._wait, f"{path} was not saved")
@@ -368,11 +368,6 @@ def _verify_others(path: str) -> None:
     file = os.path.join(path, _METADATA) if os.path.isdir(path) else path
     if os.path.isfile(file):
         fastensor.verify(file)
-
-
-def _holds_shards(path: str) -> bool:
-    """True if Lightning takes what is at a path for a sharded checkpoint."""
-    return os.path.isfile(os.path.join(path, _METADATA))
 
 
 def _call_all(functions: list[Callable[[], object]]) -> None:

@@ -15,7 +15,7 @@ from devices import filled_at_once
 import fastensor
 from fastensor.backends.registry import available_names
 from fastensor.backends.streams import CudaStreams, wait_for
-from fastensor.provision.transfer import DeviceCopies
+from fastensor.provision.loader import DeviceCopies
 
 SIZES = (5 << 20, 3, 0, 1 << 20)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastensor.provision.transfer import DeviceCopies
+from fastensor.provision.loader import DeviceCopies
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fastensor.data import EpochPlan
 from fastensor.provision.cache import SampleCache
-from fastensor.provision.next_uses import Schedule
+from fastensor.provision.feeding import Schedule
 
 ROOM = 1024
 

@@ -41,10 +41,8 @@ from fastensor.provision import BatchError, DataService, ProvisionError
 from fastensor.provision.embedded import client
 from fastensor.provision.embedded.protocol import AskStatus, Hello
 from fastensor.provision.engine import EngineLost, Registration
-from fastensor.provision.filling import show
-from fastensor.provision.loader import ProvisionedLoader
-from fastensor.provision.service import NAME_VARIABLE
-from fastensor.provision.transfer import DeviceCopies
+from fastensor.provision.loader import DeviceCopies, ProvisionedLoader
+from fastensor.provision.service import NAME_VARIABLE, show_filling
 
 N = 60
 Start = Callable[..., DataService]
@@ -773,12 +771,12 @@ def test_a_bar_shows_how_the_cache_fills(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     observer = DataService.connect(service.address)._engine
     service.preload()
-    show(observer, lambda: False)
+    show_filling(observer, lambda: False)
     nbytes = service.status()["cached_nbytes"] / 1024
     err = capsys.readouterr().err
     assert "filling the cache" in err
     assert f"{nbytes:.1f}/{nbytes:.1f} KiB" in err
-    show(observer, lambda: True)
+    show_filling(observer, lambda: True)
     observer.close()
 
 
@@ -789,7 +787,7 @@ def test_a_bar_ends_without_samples_and_with_some_that_cannot_be_read(start: Sta
     service.preload()
     with closing(DataService.connect(service.address)._engine) as observer:
         looks = iter(range(100))
-        show(observer, lambda: next(looks) == 99)
+        show_filling(observer, lambda: next(looks) == 99)
     assert next(looks) < 99
     assert service.status()["is_filled"]
 

@@ -20,7 +20,6 @@ from fastensor.errors import BackendUnavailableError
 from fastensor.files import posix
 
 if TYPE_CHECKING:
-    from fastensor.backends.copier import Window
     from fastensor.stitch.source import Source
 
 
@@ -43,8 +42,11 @@ class DirectBackend:
 
         limits = _limits(fd)
         with _direct_mode(fd), _refusals_reported():
-            write = partial(_write_direct, fd, limits.offset_alignment)
-            checksums = write_windows(source.nbytes, open_stager(source), write)
+            checksums = write_windows(
+                source.nbytes,
+                open_stager(source),
+                lambda window: posix.write_fully(fd, window.padded(limits.offset_alignment), window.offset),
+            )
         posix.truncate(fd, source.nbytes)
         return checksums
 
@@ -55,7 +57,7 @@ class DirectBackend:
         direct_fd, alignment = open_direct(fd)
         with ExitStack() as undo:
             undo.callback(posix.close_read_only, direct_fd)
-            read = partial(_read_direct, direct_fd, alignment)
+            read = partial(posix.read_fully, direct_fd, alignment=alignment)
             resources = ExitStack()
             reader = RingReader(read, alignment, order, elsewhere=BufferedReader(fd), resources=resources)
             resources.push(undo.pop_all())
@@ -104,14 +106,6 @@ def open_direct(fd: int) -> tuple[int, int]:
             posix.read_fully(direct_fd, buffer.view[:alignment], 0, alignment=alignment)
         undo.pop_all()
     return direct_fd, alignment
-
-
-def _write_direct(fd: int, alignment: int, window: Window) -> None:
-    posix.write_fully(fd, window.padded(alignment), window.offset)
-
-
-def _read_direct(fd: int, alignment: int, buffer: memoryview, offset: int) -> int:
-    return posix.read_fully(fd, buffer, offset, alignment=alignment)
 
 
 def _limits(fd: int) -> posix.DirectLimits:

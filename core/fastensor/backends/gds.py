@@ -112,7 +112,10 @@ class GdsSlots:
 
 def _write_all(source: Source, fd: int) -> Sequence[int]:
     with opened(fd, "r+") as file:
-        write = partial(_write, file)
+
+        def write(window: Window | DeviceWindow) -> None:
+            _write_part(file, window.padded(ALIGNMENT), window.offset)
+
         if isinstance(source, Plan) and (device := gathering_device(source)) is not None:
             announce_mode()
             return write_windows(source.nbytes, DeviceStager(source, device, prepare=_register), write)
@@ -285,10 +288,6 @@ def opened(fd: int, flags: str) -> Iterator[Any]:
         yield file
     finally:
         file.close()
-
-
-def _write(file: Any, window: Window | DeviceWindow) -> None:
-    _write_part(file, window.padded(ALIGNMENT), window.offset)
 
 
 def _write_part(file: Any, data: memoryview | torch.Tensor, offset: int) -> None:

@@ -104,7 +104,8 @@ def show_all(*, json: bool) -> int:
             rows.append([path.name, "0", "0", str(error)])
             continue
         shown.append(_as_json(path, dictionary, machine))
-        rows.append([path.name, str(len(dictionary)), str(_measured(dictionary)), _facts(machine)])
+        measured = sum(timing.count for _, entry in dictionary for timing in entry.timings.values())
+        rows.append([path.name, str(len(dictionary)), str(measured), _facts(machine)])
     if json:
         print_json(shown)
     elif rows:
@@ -113,10 +114,6 @@ def show_all(*, json: bool) -> int:
     else:
         print(printable(f"There are no dictionaries in {default_folder()}"))
     return FAILED if any("error" in one for one in shown) else OK
-
-
-def _measured(dictionary: Dictionary) -> int:
-    return sum(timing.count for _, entry in dictionary for timing in entry.timings.values())
 
 
 def _facts(machine: dict[str, str]) -> str:

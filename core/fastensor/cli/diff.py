@@ -33,12 +33,8 @@ def run(first: str, second: str, *, rtol: float, atol: float, values: bool, ever
     return OK if found.is_empty else FAILED
 
 
-def _whole(text: str, longest: int) -> str:
-    return text
-
-
 def _print(found: Difference, *, everything: bool, values: bool) -> None:
-    short = _whole if everything else without_middle
+    short = (lambda text, longest: text) if everything else without_middle
     rows = [["only in A", name, ""] for name in found.only_first]
     rows += [["only in B", name, ""] for name in found.only_second]
     for one in found.tensors:

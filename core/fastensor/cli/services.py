@@ -56,11 +56,7 @@ class Wanted:
     address: str
 
 
-def _say(address: str) -> None:
-    print(address, flush=True)
-
-
-def up(wanted: Wanted, started: Callable[[str], None] = _say) -> int:
+def up(wanted: Wanted, started: Callable[[str], None] = lambda address: print(address, flush=True)) -> int:
     """Start a service, and keep it.
 
     Args:

@@ -233,7 +233,8 @@ def _restored(cls: type[LmdbIndex], snapshot: DatabaseSnapshot, columns: Columns
     for column in columns[1:]:
         column.flags.writeable = False
     with snapshots.opened(snapshot.path) as fd:
-        if not (snapshot.is_of(fd) if pinned else snapshot.is_current(fd)):
+        # a pinned snapshot may be an earlier state of the file
+        if not (os.fstat(fd).st_ino == snapshot.inode if pinned else snapshot.is_current(fd)):
             raise _changed(snapshot.path)
         return cls(os.dup(fd), snapshot, columns, None, pinned=pinned)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import sys
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -138,7 +138,8 @@ def parse_meta(head: bytes, path: str) -> Meta:
 
 
 def _format_of(head: bytes, path: str) -> Format:
-    native, foreign = (_MAGIC.to_bytes(4, order) for order in (sys.byteorder, _other_order()))
+    native = _MAGIC.to_bytes(4, sys.byteorder)
+    foreign = native[::-1]
     for header_nbytes in (16, 24):
         if head[header_nbytes : header_nbytes + 4] == native:
             version = struct.unpack_from("=I", head, header_nbytes + 4)[0]
@@ -159,10 +160,6 @@ def _format_of(head: bytes, path: str) -> Format:
             f"{path}: this LMDB file was written by a 32-bit program; mdb_dump it by that, and mdb_load it here"
         )
     raise CorruptDatasetError(f"{path}: this is no LMDB file: neither byte 16 nor byte 24 begins LMDB's magic number")
-
-
-def _other_order() -> Literal["little", "big"]:
-    return "big" if sys.byteorder == "little" else "little"
 
 
 class Block:

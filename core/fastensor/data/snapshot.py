@@ -38,10 +38,6 @@ class DatabaseSnapshot:
         pages = min(meta.last_page + 1, self.nbytes // meta.page_size)
         return Geometry(self.path, meta.format, meta.page_size, pages, meta.txnid)
 
-    def is_of(self, fd: int) -> bool:
-        """True if this is a state of the file, at some time."""
-        return os.fstat(fd).st_ino == self.inode
-
     def is_current(self, fd: int) -> bool:
         """True if this is the state of the file now.
 

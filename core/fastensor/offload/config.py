@@ -25,7 +25,6 @@ Tier: TypeAlias = Literal["ssd", "dram"]
 WhenFull: TypeAlias = Literal["keep", "raise"]
 Recompute: TypeAlias = Literal["auto", False] | tuple[str, ...]
 _SIZES = ("min_bytes", "memory_bytes", "staging_bytes", "prefetch_bytes", "dram_bytes", "ssd_bytes")
-_OPTIONAL_SIZES = ("memory_bytes", "staging_bytes", "prefetch_bytes", "dram_bytes", "ssd_bytes")
 _LEAST_BUDGET = 128 << 20
 _SHARE_OF_GPU, _SHARE_OF_HOST = 32, 8
 _LEAST = {"min_bytes": 1, "memory_bytes": 64, "staging_bytes": 1}
@@ -271,7 +270,7 @@ class OffloadConfig:
             TypeError, ValueError: a size is none, or too small.
         """
         for name in _SIZES:
-            if getattr(self, name) is not None or name not in _OPTIONAL_SIZES:
+            if getattr(self, name) is not None or name == "min_bytes":  # all others are optional
                 nbytes = as_nbytes(getattr(self, name), name, at_least=_LEAST.get(name, 0))
                 object.__setattr__(self, name, nbytes)
         if isinstance(self.schedule, str) and self.schedule[:1].isdigit() and self.schedule[-1:].isalpha():

@@ -234,7 +234,8 @@ class ForwardPass:
         with self._lock:
             self.record.tensors.append(tensor)
             self._saved.append(len(self._ranges))
-            self._ranges.append(_no_range if saved is None else weakref.ref(saved))
+            # what stays in memory has a weak reference to nothing
+            self._ranges.append((lambda: None) if saved is None else weakref.ref(saved))
 
     def add_again(self, position: int | None, saved: SavedBytes | None, clock: float) -> int:
         """Note that another node saves bytes that were saved before.
@@ -270,8 +271,8 @@ class ForwardPass:
             if expected and self._expected_takes and not needed.is_to_be_read:
                 self._expected_takes -= 1
                 return []
-            upcoming = islice(self._schedule.upcoming(self._is_there), _MOST_AHEAD)
-            ranges = [self._ranges[position]() for position in upcoming]
+            upcoming = self._schedule.upcoming(lambda position: self._ranges[position]() is not None)
+            ranges = [self._ranges[position]() for position in islice(upcoming, _MOST_AHEAD)]
             return [saved for saved in ranges if saved is not None]
 
     def note_read_ahead(self, count: int) -> None:
@@ -279,10 +280,3 @@ class ForwardPass:
         :meth:`fastensor.offload.swapper.Swapper.read_ahead`."""
         with self._lock:
             self._expected_takes = count // _LOOK_AGAIN_AFTER
-
-    def _is_there(self, position: int) -> bool:
-        return self._ranges[position]() is not None
-
-
-def _no_range() -> None:
-    """Stands for the weak reference of a tensor that stays in memory."""

@@ -1,6 +1,6 @@
 """The data service: samples are read and decoded once for all ranks, and pushed to them before they ask. Begin with
-``service.py`` and ``loader.py``, which users call. ``cache.py``, ``credits.py`` and ``next_uses.py`` decide what is
-read and sent when (pure); ``embedded/`` is the engine of one machine, ``ray/`` that of several, and ``engine.py`` their
+``service.py`` and ``loader.py``, which users call. ``cache.py``, ``credits.py`` and ``feeding.py`` decide what is read
+and sent when (pure); ``embedded/`` is the engine of one machine, ``ray/`` that of several, and ``engine.py`` their
 protocol."""
 
 from __future__ import annotations

@@ -6,19 +6,22 @@ it came from the cache. Functions of the user get a copy of their own, so they m
 
 from __future__ import annotations
 
+import hashlib
+import random
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from torch.utils.data import default_collate
 
 from fastensor.data.coalescing import Integers
 from fastensor.data.skipping import OnError, Skipped, substitute, tried, tried_together
 from fastensor.errors import CorruptSampleError
 from fastensor.provision import encoding
-from fastensor.provision.seeding import seed_all
 from fastensor.provision.sources import Source
 
 
@@ -120,10 +123,10 @@ def read_samples(
 def _read_together(contents: UserObjects, positions: Sequence[int], seed: int) -> list[memoryview | Fresh]:
     samples: list[memoryview | Fresh] = []
     encoder = encoding.Encoder()
-    seed_all(seed, *positions)  # a source may draw random numbers
+    _seed_all(seed, *positions)  # a source may draw random numbers
     for position, value in zip(positions, contents.source.read(positions), strict=True):
         if contents.before_cache is not None:
-            seed_all(seed, position)
+            _seed_all(seed, position)
             value = _named(contents.before_cache, value, "before_cache, of sample", position)
         encoded: encoding.Encoded = _named(encoder.encode, value, "sample", position)
         # A value of before_cache is not kept, since that function may use its memory again. Neither are arrays of which
@@ -173,10 +176,10 @@ def made_batch(
             if untouched:
                 return sample.value
             sample = sample.encoded
-        value = encoding.decode(sample if untouched else _copy(sample))
+        value = encoding.decode(sample if untouched else np.array(sample, np.uint8).data)  # of a copy
         if served.after_cache is None:
             return value
-        seed_all(seed, epoch, position)
+        _seed_all(seed, epoch, position)
         return _named(served.after_cache, value, "after_cache, of sample", position)
 
     def left_out_or_prepared(sample: Sample, position: int) -> Any:
@@ -203,7 +206,7 @@ def made_batch(
 def _collated(values: list[Any], collate_fn: Callable[[list[Any]], Any] | None, *, seeds: tuple[int, ...]) -> Any:
     if collate_fn is None:
         return default_collate(values)
-    seed_all(*seeds)
+    _seed_all(*seeds)
     return collate_fn(values)
 
 
@@ -215,10 +218,6 @@ def _is_whole(sample: memoryview) -> bool:
     return True
 
 
-def _copy(sample: memoryview) -> memoryview:
-    return np.array(sample, np.uint8).data
-
-
 def _named(function: Callable[[Any], Any], value: Any, what: str, position: int) -> Any:
     """Call a function of the user; an error says of what."""
     try:
@@ -226,3 +225,13 @@ def _named(function: Callable[[Any], Any], value: Any, what: str, position: int)
     except Exception as error:
         error.add_note(f"This was {what} {position}")
         raise
+
+
+def _seed_all(*numbers: int) -> None:
+    """Seed the generators of Python, NumPy and torch (CPU) of this process: transforms draw the same numbers for a
+    sample, whichever process makes it."""
+    digest = hashlib.blake2b(str(numbers).encode(), digest_size=8).digest()
+    (seed,) = struct.unpack("=Q", digest)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
+import threading
+import time
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType, TracebackType
 from typing import Any, ClassVar, Literal, Self, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 
@@ -17,6 +20,7 @@ from fastensor.data.plan import EpochPlan, Shuffle
 from fastensor.data.skipping import OnError
 from fastensor.errors import ProvisionError
 from fastensor.files.arguments import as_nbytes, check_whole, checks_keywords
+from fastensor.files.progress_bar import progress_bar
 from fastensor.files.shown import shown
 from fastensor.files.words import counted, human_size
 from fastensor.provision.embedded.client import SEVERAL, EmbeddedEngine
@@ -29,7 +33,6 @@ from fastensor.provision.engine import (
     Registration,
     ServiceEngine,
 )
-from fastensor.provision.filling import show_in_thread
 from fastensor.provision.loader import DEFAULT_TIMEOUT, ProvisionedLoader
 from fastensor.provision.making import UserObjects
 from fastensor.provision.sources import as_source, is_of_ray_data
@@ -40,6 +43,8 @@ NAME_VARIABLE = "FASTENSOR_DATA_SERVICE"
 """The environment variable by which processes name the service that they share."""
 _LEAST_CACHE_NBYTES = 1 << 12
 _MOST_SEED = 1 << 63
+_LOOK_SECONDS = 0.2
+"""Between two looks at a cache that fills."""
 
 
 @checks_keywords
@@ -150,7 +155,7 @@ class DataService:
                 f"{(seed, cache_bytes)}, found {has}; give the other service a name of its own by name="
             )
         if isinstance(joined, EmbeddedEngine) and progress and cache_bytes and joined.has_started:
-            show_in_thread(joined)
+            _show_filling_in_thread(joined)
         return cls(joined)
 
     @classmethod
@@ -278,3 +283,40 @@ def _ray() -> ModuleType:
         if error.name != "ray":
             raise
         raise ProvisionError("engine='ray' needs Ray: install Fastensor with its extra ray") from error
+
+
+def _show_filling_in_thread(engine: EmbeddedEngine) -> None:
+    """Show a progress bar while the cache fills, if the error output is a terminal, until the engine is gone, or has
+    left the service."""
+    if sys.stderr.isatty():
+        arguments = ref(engine), EmbeddedEngine(engine.address)
+        threading.Thread(target=_show_while_used, args=arguments, name="fastensor-service-bar", daemon=True).start()
+
+
+def _show_while_used(found: Callable[[], EmbeddedEngine | None], observer: ServiceEngine) -> None:
+    try:
+        show_filling(observer, lambda: (engine := found()) is None or engine.is_left)
+    except EngineLost:
+        pass  # whoever needs the service starts it again
+    finally:
+        observer.close()
+
+
+def show_filling(observer: ServiceEngine, is_left: Callable[[], bool]) -> None:
+    """Show a progress bar until the cache is filled.
+
+    Args:
+        is_left: whether to stop before.
+
+    Raises:
+        EngineLost: the service has ended.
+    """
+    with progress_bar("filling the cache") as tell:
+        while not is_left():
+            status = observer.health()
+            if samples := status.get("cached_samples"):  # without a cache, or for no samples, nothing is said of it
+                nbytes = status["cached_nbytes"]
+                tell(nbytes, min(observer.facts.cache_nbytes, nbytes * observer.facts.samples // samples))
+            if status["is_filled"]:
+                return
+            time.sleep(_LOOK_SECONDS)

@@ -154,7 +154,6 @@ class Entry:
 
 
 _NOTHING = Entry()
-_NO_SIZES: Mapping[int, Entry] = {}
 
 
 @checks_keywords
@@ -227,7 +226,7 @@ class Dictionary:
 
     def within(self, context: Context) -> Mapping[int, Entry]:
         """The entries of a context by bucket. Do not change them."""
-        return self._entries.get(context, _NO_SIZES)
+        return self._entries.get(context, {})
 
     def line(self, context: Context, backend: str) -> Line | None:
         """The model of a backend's time in a context, fitted to all sizes; None without measurements."""
@@ -271,7 +270,10 @@ class Dictionary:
         Args:
             machine: the identity of the machine that was measured.
         """
-        rows = [_Row(key, entry.serial, _row(key, entry)) for key, entry in self]
+        rows = [
+            _Row(key, entry.serial, f'   "{size_of(key.bucket)}": {json.dumps(_describe(entry))}')
+            for key, entry in self
+        ]
         head = self._head(machine or {})
         left = MOST_NBYTES - len(_to_json([], head).encode())
         kept = set()
@@ -354,10 +356,6 @@ class _Row(NamedTuple):
     def most_nbytes(self) -> int:
         """The most bytes that the row adds to the file: it may be the first row of its context."""
         return len(self.text.encode()) + len(str(self.key.context)) + 16
-
-
-def _row(key: Key, entry: Entry) -> str:
-    return f'   "{size_of(key.bucket)}": {json.dumps(_describe(entry))}'
 
 
 def _to_json(rows: Sequence[_Row], head: Mapping[str, Any]) -> str:

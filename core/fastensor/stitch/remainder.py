@@ -52,7 +52,10 @@ class Remainder(Plan):
         return self.whole.checksums_first
 
     def released(self) -> Remainder:
-        segments = [one if isinstance(one, Payload) else _without_bytes(one) for one in self.image.segments]
+        segments = [
+            one if isinstance(one, Payload) else one._replace(data=b"", forgotten_nbytes=one.nbytes)
+            for one in self.image.segments
+        ]
         return replace(self, image=Image(segments), storages=())
 
     def head(self, checksums: Sequence[int]) -> bytes:
@@ -109,10 +112,6 @@ def _between(extents: Sequence[Extent], nbytes: int) -> Iterator[Extent]:
         if at < begin:
             yield at, begin
         at = end
-
-
-def _without_bytes(header: Header) -> Header:
-    return header._replace(data=b"", forgotten_nbytes=header.nbytes)
 
 
 def _with_known(header: Header, known: Mapping[int, int], numbers: Mapping[int, int]) -> Header:

@@ -152,7 +152,8 @@ class _Layout:
         if nbytes:
             self._segments.append(b"" if storage is None else storage)
             self._offsets.append(begin)
-            self._between = _descriptor(nbytes, wide=wide)
+            descriptor = _DESCRIPTOR64 if wide else _DESCRIPTOR
+            self._between = descriptor.pack(DESCRIPTOR_SIGNATURE, 0, nbytes, nbytes)  # 0: a blank for the CRC32
             self._end = begin + nbytes + len(self._between)
         entry = _entry(full, nbytes, offset, wide=wide)
         self._directory.append(entry)
@@ -254,11 +255,6 @@ def _local_header(name: bytes, nbytes: int, offset: int, alignment: int, *, wide
 def _padding(nbytes: int) -> bytes:
     """The extra field that pads a local header: its head, and ``nbytes`` bytes."""
     return _EXTRA.pack(_PADDING_ID, nbytes) + _PADDING * nbytes
-
-
-def _descriptor(nbytes: int, *, wide: bool) -> bytes:
-    """The descriptor behind a record, with a blank for the CRC32."""
-    return (_DESCRIPTOR64 if wide else _DESCRIPTOR).pack(DESCRIPTOR_SIGNATURE, 0, nbytes, nbytes)
 
 
 def _entry(name: bytes, nbytes: int, offset: int, *, wide: bool) -> bytes:

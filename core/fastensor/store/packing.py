@@ -48,8 +48,8 @@ class Packed:
     def ref(self, file: str, container: Format, backend: str, crc32: int | None) -> TensorRef:
         """The ref of the tensor, once the tensor is in that file."""
         return TensorRef(
-            file, container, self.kind, _name_of(self.values.dtype), tuple(self.values.shape), self.stride,
-            self.values.device.type, self.requires_grad, self.nbytes, crc32, backend,
+            file, container, self.kind, str(self.values.dtype).removeprefix("torch."), tuple(self.values.shape),
+            self.stride, self.values.device.type, self.requires_grad, self.nbytes, crc32, backend,
         )  # fmt: skip
 
 
@@ -157,9 +157,5 @@ def _kind_of(tensor: Tensor) -> str:
     if tensor.is_quantized:
         return "quantized"
     if tensor.layout != torch.strided:
-        return _name_of(tensor.layout)
+        return str(tensor.layout).removeprefix("torch.")
     return type(tensor).__name__
-
-
-def _name_of(constant: torch.dtype | torch.layout) -> str:
-    return str(constant).removeprefix("torch.")

@@ -116,24 +116,19 @@ class RegisteredContainer(NamedTuple):
     """The ending of the names of its files, which counts where their bytes say nothing."""
 
 
-def _begins_as_torch(start: bytes, nbytes: int) -> bool:
-    return start.startswith(LOCAL_SIGNATURE)
-
-
 def _begins_as_safetensors(start: bytes, nbytes: int) -> bool:
     length = int.from_bytes(start[:LENGTH_NBYTES], "little")
     fits = LENGTH_NBYTES + length <= nbytes and length <= MAX_HEADER_NBYTES
     return fits and start[LENGTH_NBYTES : LENGTH_NBYTES + 1] == b"{"
 
 
-def _begins_as_legacy(start: bytes, nbytes: int) -> bool:
-    return LEGACY_MAGIC in start[:LEGACY_MAGIC_WITHIN] or start.startswith(LEGACY_AS_TEXT)
-
-
 REGISTERED: dict[Container, RegisteredContainer] = {
-    "torch": RegisteredContainer("torch_file", _begins_as_torch),
+    "torch": RegisteredContainer("torch_file", lambda start, nbytes: start.startswith(LOCAL_SIGNATURE)),
     "safetensors": RegisteredContainer("safetensors_file", _begins_as_safetensors, SAFETENSORS_SUFFIX),
-    "legacy": RegisteredContainer("legacy_file", _begins_as_legacy),
+    "legacy": RegisteredContainer(
+        "legacy_file",
+        lambda start, nbytes: LEGACY_MAGIC in start[:LEGACY_MAGIC_WITHIN] or start.startswith(LEGACY_AS_TEXT),
+    ),
 }
 OF_DIRECTORIES = {"dcp": "fastensor.checkpoint.dcp.container"}
 """Modules of containers by name. What they import is large."""

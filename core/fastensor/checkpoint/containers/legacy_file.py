@@ -13,20 +13,15 @@ from fastensor.errors import UnsupportedContentError, caught_as
 
 
 def load(file: OpenedFile, request: LoadRequest) -> Loaded:
-    _check(file, request)
-    reason = "the file is not a zip archive (torch wrote such files before 1.6)"
-    record_fallback(request.fallbacks, "the verifying reader", reason)
-    return Loaded(load_with_torch(file, request, is_zip=False), "torch", reason, False)
-
-
-def _check(file: OpenedFile, request: LoadRequest) -> None:
-    """Refuse what torch does not do with files that are no zip archives, and raises ``RuntimeError`` for."""
-    if request.mmap:
+    if request.mmap:  # torch refuses it, too, by RuntimeError
         error = UnsupportedContentError(
             f"{file.where}: mmap=True maps zip archives, and this file is none: torch wrote such files before 1.6. "
             f"Load it without mmap, and save it again"
         )
         raise caught_as(error, RuntimeError)
+    reason = "the file is not a zip archive (torch wrote such files before 1.6)"
+    record_fallback(request.fallbacks, "the verifying reader", reason)
+    return Loaded(load_with_torch(file, request, is_zip=False), "torch", reason, False)
 
 
 def read_catalog(file: OpenedFile, *, verify: bool) -> Catalog:

@@ -195,10 +195,6 @@ class ItemReader:
                 raise CorruptCheckpointError(f"{self.where}: {item.title}: {error}") from error
         return data
 
-    def as_file(self, item: Item) -> BinaryIO:
-        """The bytes of an item as a file, which is read past this reader."""
-        return cast(BinaryIO, FileView(_Slice(self._file, item)))
-
     def read_into(self, item: Item, target: torch.Tensor) -> bool:
         """Read a large tensor into its place. Returns False, and changes nothing, if the place needs a copy."""
         if item.archive is None or item.is_small or not _is_place(target, item):
@@ -222,7 +218,8 @@ class ItemReader:
                 found = torch.from_numpy(array).view(item.dtype) if array.nbytes else torch.empty(0, dtype=item.dtype)
                 return found.view(item.shape)
         self._reader.check(item.part)
-        return unpickled(self.as_file(item), f"{self.where}: {item.title}", verify=self.verify and item.crc32 is None)
+        file = cast(BinaryIO, FileView(_Slice(self._file, item)))  # it is read past this reader
+        return unpickled(file, f"{self.where}: {item.title}", verify=self.verify and item.crc32 is None)
 
     def _fill(self, item: Item, target: Memory) -> bool:
         """Read the bytes of a tensor, compared. Returns False, and reads none of them, if the item is no contiguous

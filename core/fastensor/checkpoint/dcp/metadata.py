@@ -219,7 +219,8 @@ def _properties(value: UnknownObject) -> TensorProperties:
     )
     if more:
         (strides,) = more
-        _check(_or_none(_is_strides)(strides), "strides that are none")
+        fits = type(strides) is tuple and len(strides) <= _MOST_DIMENSIONS and all(map(_is_count, strides))
+        _check(strides is None or fits, "strides that are none")
         if hasattr(made, "strides"):
             made.strides = strides
     return made
@@ -276,17 +277,9 @@ def _is_size(value: Any) -> bool:
     )
 
 
-def _is_strides(value: Any) -> bool:
-    return type(value) is tuple and len(value) <= _MOST_DIMENSIONS and all(map(_is_count, value))
-
-
 def _is_inside(path: Any) -> bool:
     """True if a path is that of a file in a directory, and leads nowhere else."""
     return type(path) is str and path[:1] not in ("", "/") and "\0" not in path and ".." not in path.split("/")
-
-
-def _check_place(info: _StorageInfo) -> None:
-    _check(info.offset + info.length <= _MAX_SIZE, "a place that no file has")
 
 
 def _check_chunks(tensor: TensorStorageMetadata) -> None:
@@ -344,7 +337,7 @@ _RECORDS = {
             "transform_descriptors": _or_none(_all_are(list, str)),
             "crc32": _or_none(partial(_is_count, most=2**32 - 1)),
         },
-        _check_place,
+        lambda info: _check(info.offset + info.length <= _MAX_SIZE, "a place that no file has"),
     ),
 }
 """The classes in metadata that are plain records."""

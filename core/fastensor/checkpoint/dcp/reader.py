@@ -156,8 +156,10 @@ class FastensorStorageReader(InDirectory, FileSystemReader):
             tensor = unpickled(io.BytesIO(data), f"{reader.where}: {item.title}", verify=self.verify)
         else:
             targets = [planner.resolve_tensor(request).detach() for request in requests]
-            if len(requests) == 1 and _takes_all(requests[0], item) and reader.read_into(item, targets[0]):
-                planner.commit_tensor(requests[0], targets[0])
+            request = requests[0]
+            takes_all = not any(request.storage_offsets) and tuple(request.lengths) == item.shape
+            if len(requests) == 1 and takes_all and reader.read_into(item, targets[0]):
+                planner.commit_tensor(request, targets[0])
                 return
             tensor = reader.read_tensor(item)
         for request in requests:
@@ -195,8 +197,3 @@ def _by_first_use_of_file(items: Iterable[Item]) -> list[Item]:
     for item in items:
         files.setdefault(item.file, []).append(item)
     return [item for of_file in files.values() for item in of_file]
-
-
-def _takes_all(request: ReadItem, item: Item) -> bool:
-    """True if a request is for a whole item."""
-    return not any(request.storage_offsets) and tuple(request.lengths) == item.shape

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import dropwhile
-from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -214,17 +213,14 @@ def _why_not_damaged(error: Exception) -> str:
         return f"torch {torch.__version__} cannot rebuild what the file holds"
     if any(frame.f_code.co_name == "_validate_loaded_sparse_tensors" for frame in frames):
         return "torch was told to check sparse tensors, and refuses one of the file"
-    key = next((frame.f_locals.get("key") for frame in reversed(frames) if _is_in_unpickler(frame)), None)
+    unpickling = (one for one in reversed(frames) if one.f_globals.get("__name__") == "torch._weights_only_unpickler")
+    key = next((frame.f_locals.get("key") for frame in unpickling), None)
     if isinstance(error, UnicodeDecodeError) and key == pickle.SHORT_BINSTRING:
         return (
             "Python 2 wrote a text into the file that is not UTF-8; if you trust the file, "
             "torch.load(..., encoding='latin1', weights_only=False) loads it, and torch.save saves it anew"
         )
     return ""
-
-
-def _is_in_unpickler(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__") == "torch._weights_only_unpickler"
 
 
 def _refused_place(

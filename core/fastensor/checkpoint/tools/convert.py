@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from fastensor.backends import registry
 from fastensor.checkpoint.containers import directory_container
-from fastensor.checkpoint.location import Location, name_of
+from fastensor.checkpoint.location import Location, RemotePath, locate, name_of
 from fastensor.checkpoint.models.sharded import SHARD_NBYTES, write_sharded
 from fastensor.checkpoint.progress import Progress, reporting
 from fastensor.checkpoint.report import warn_unverified
-from fastensor.checkpoint.tools.catalog import TensorInfo
 from fastensor.checkpoint.tools.conversion.copying import cast_bytes
-from fastensor.checkpoint.tools.conversion.same_file import is_inside, is_same_file
 from fastensor.checkpoint.tools.conversion.settings import ConvertSettings, WrittenContainer
 from fastensor.checkpoint.tools.conversion.sources import ConversionSource, open_source, what_shares_memory
 from fastensor.checkpoint.writing.report import SaveReport
@@ -145,7 +145,7 @@ def convert_by(
         check: called before anything is written, with the names of what is left out, and of tensors that share
             memory by file; what it raises ends the conversion. Needs settings with ``drop``.
     """
-    if is_same_file(source, target) or is_inside(target, source):
+    if _is_same_file(source, target) or _is_inside(target, source):
         raise UnsupportedContentError(_IS_SOURCE.format(name_of(source)))
     if container := directory_container(settings.container):
         if check is not None:
@@ -191,7 +191,7 @@ class _Conversion:
                 lambda path, names: self._write(path, names, "safetensors"),
                 durable=settings.durable,
             )
-        if any(is_same_file(path, target) for path in self._source.paths):
+        if any(_is_same_file(path, target) for path in self._source.paths):
             raise UnsupportedContentError(_IS_SOURCE.format(self._source.where))
         return self._write(target, [*tensors], cast(SavedContainer, settings.container))
 
@@ -207,7 +207,9 @@ class _Conversion:
         """The layout of a file, whose bytes come from those of the source. Stand-ins take the places of tensors while
         it is planned: their memory is never touched, only their sizes count."""
         settings, source = self._settings, self._source
-        stand_ins = {name: self._stand_in(source.tensors[name]) for name in names}
+        stand_ins = {
+            name: _untouched(settings.cast(source.tensors[name].dtype), source.tensors[name].shape) for name in names
+        }
         planned = SaveSettings(self._texts, settings.checksums).plan(source.build(stand_ins), kind)
         names_of = {_identity(one.untyped_storage()): name for name, one in stand_ins.items()}
         owners = [names_of.get(_identity(storage)) for storage in planned.storages]
@@ -217,9 +219,6 @@ class _Conversion:
         return planned.with_storages(
             [storage if name is None else wanted[name] for name, storage in zip(owners, planned.storages, strict=True)]
         )
-
-    def _stand_in(self, info: TensorInfo) -> torch.Tensor:
-        return _untouched(self._settings.cast(info.dtype), info.shape)
 
     def _cast(self, name: str, found: FileBytes) -> FileBytes:
         """The bytes of a tensor in the dtype that it gets."""
@@ -247,3 +246,29 @@ def _untouched(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     memory = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
     empty = torch.empty(0, dtype=dtype, device="cpu")
     return empty.set_(memory.untyped_storage(), 0, shape, row_major(shape))
+
+
+def _is_same_file(source: Location, target: Location) -> bool:
+    """True if source and target are one file, which may have several names."""
+    one, other = _identity_of(source), _identity_of(target)
+    return one is not None and one == other
+
+
+def _is_inside(target: Location, source: Location) -> bool:
+    """True if the target is there, in the directory of the source: one of its parts."""
+    inner, outer = locate(target), locate(source)
+    if not (isinstance(inner, str) and isinstance(outer, str) and os.path.isdir(outer) and os.path.exists(inner)):
+        return False
+    return Path(outer).resolve() in Path(inner).resolve().parents
+
+
+def _identity_of(location: Location) -> object:
+    """A value that is equal for two locations of one file; None if there is no file yet."""
+    found = locate(location)
+    if isinstance(found, RemotePath):
+        return found.filesystem, found.path
+    try:
+        status = os.stat(found if isinstance(found, str) else found.fileno())
+    except (OSError, AttributeError):  # it is not there; or an open file that is not the operating system's
+        return None if isinstance(found, str) else id(found)
+    return status.st_dev, status.st_ino

@@ -192,7 +192,10 @@ def _paired(first: _Files, second: _Files) -> tuple[dict[str, tuple[FolderEntry,
     """The files of both that are compared with each other, by their path, which is empty for what both have as their
     model; and what is found of all others."""
     mains = _mains_are_a_pair(first, second)
-    one, two = (_by_name(side, mains) for side in (first, second))
+    one, two = (
+        {"" if mains and name == side.main else name: entry for name, entry in side.entries.items()}
+        for side in (first, second)
+    )
     single = len(one) == 1 or len(two) == 1
     alone = [{name: side[name] for name in side.keys() - other.keys()} for side, other in ((one, two), (two, one))]
 
@@ -213,11 +216,6 @@ def _mains_are_a_pair(first: _Files, second: _Files) -> bool:
     if first.main is None or second.main is None:
         return False
     return first.main == second.main or not (first.main in second.entries or second.main in first.entries)
-
-
-def _by_name(files: _Files, mains: bool) -> dict[str, FolderEntry]:
-    """The entries by their paths; that of the main one is empty, if the main ones are a pair."""
-    return {"" if mains and name == files.main else name: entry for name, entry in files.entries.items()}
 
 
 def _compare_whole(name: str, one: FolderEntry, two: FolderEntry, *, values: bool) -> Difference:

@@ -68,7 +68,11 @@ def verify(path: Location, *, backend: BackendChoice = registry.AUTO, progress: 
         entries = entries_at(path)
         folder = folder_at(path)
         tasks = [
-            FileToVerify(name_in(folder, member.path), _nbytes_of(member), partial(verify_member, member, backend))
+            FileToVerify(
+                name_in(folder, member.path),
+                nbytes_at(member.path) if member.kind == "checkpoint" else 0,
+                partial(verify_member, member, backend),
+            )
             for member in _members_of(entries)
         ]
         return compare_files(tasks, *_whole(path, entries), tell)
@@ -93,11 +97,6 @@ def _whole(path: Location, entries: Sequence[FolderEntry]) -> tuple[str, Literal
     if main is not None and main.kind == "index":
         return str(main.path), "huggingface"
     return name_of(path), "dcp" if metadata_names(path) else "folder"
-
-
-def _nbytes_of(member: FolderEntry) -> int:
-    """Bytes that are read of a file, or directory."""
-    return nbytes_at(member.path) if member.kind == "checkpoint" else 0
 
 
 def verify_member(member: FolderEntry, backend: BackendChoice, progress: Progress) -> VerifyReport:

@@ -85,11 +85,6 @@ class _WrittenPart(NamedTuple):
         return {} if storage is None else _copies.setdefault(storage, {})
 
     @property
-    def is_counted(self) -> bool:
-        """True if the versions may be trusted. What is collected by ``.data`` has a counter of its own, at 0."""
-        return 0 not in self.versions
-
-    @property
     def extent(self) -> Extent:
         return self.payload.before, self.payload.before + self.payload.nbytes
 
@@ -204,11 +199,17 @@ def share_blocks(
         StateChangedError: ``how`` is ``"trust"``, and a storage has changed, but not its version counters, which torch
             has counted up before.
     """
-    may_share = bool(how) and _may_share(plan, new.fd)
+    may_share = (
+        bool(how)
+        and plan.nbytes >= _LEAST_NBYTES
+        and posix.may_share_blocks(new.fd)
+        and os.fstat(new.fd).st_dev not in _refusing
+    )
     parts = _parts_of(plan, least_nbytes=1 if how == "link" else _LEAST_NBYTES) if may_share or how == "link" else []
     with ExitStack() as opened:
         found = _candidates(parts, new.fd, opened)
-        trusted = {one.number for one in found if how == "trust" and one.part.is_counted}
+        # versions of 0 say nothing: what is collected by ``.data`` has a counter of its own, which stays there
+        trusted = {one.number for one in found if how == "trust" and 0 not in one.part.versions}
         compared = [one for one in found if one.number not in trusted]
         compared += _sample([one for one in found if one.number in trusted])
         try:
@@ -233,8 +234,15 @@ def share_blocks(
     return rest, SharedBlocks(new, parts, len(plan.storages), rest.released(), ages)
 
 
+<<<<<<< HEAD
 def _may_share(plan: Plan, fd: int) -> bool:
     return plan.nbytes >= _LEAST_NBYTES and posix.may_share_blocks(fd) and os.fstat(fd).st_dev not in _refusing
+=======
+def _identity(fd: int) -> _Identity:
+    """Device, inode, size and time of the last write of a file. A new name or other rights do not change them."""
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+>>>>>>> dele
 
 
 def _parts_of(plan: Plan, least_nbytes: int) -> list[_WrittenPart]:

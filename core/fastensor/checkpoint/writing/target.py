@@ -110,22 +110,18 @@ def open_output(target: Target, *, hidden: bool = False) -> Replacement | InPlac
 
 
 def _open_existing(target: Target, previous: os.stat_result, *, hidden: bool) -> Replacement | InPlace:
-    _check_writable(target)
-    if stat.S_ISREG(previous.st_mode) and not previous.st_size:
-        found = _open_if_empty(target)
-        if found is not None:
-            return found
-    new, why = _try_to_replace(target, previous, hidden=hidden)
-    return InPlace(target.path, why) if new is None else new
-
-
-def _check_writable(target: Target) -> None:
     try:
         posix.check_writable(target.path)
     except PermissionError as error:
         raise PermissionError(
             error.errno, f"{error.strerror}: the file may not be written; save under another name, or change its mode"
         ) from error
+    if stat.S_ISREG(previous.st_mode) and not previous.st_size:
+        found = _open_if_empty(target)
+        if found is not None:
+            return found
+    new, why = _try_to_replace(target, previous, hidden=hidden)
+    return InPlace(target.path, why) if new is None else new
 
 
 def _open_if_empty(target: Target) -> InPlace | None:

@@ -281,15 +281,12 @@ class RayFeed:
     def _ask(self) -> None:
         """Ask for batches as far as credit and the buffer reach; for one at least, if none is ahead."""
         flow = self._flow
-        while flow.has_credit and (not flow.ahead or self._has_room()):
+        buffer_nbytes = flow.registration.buffer_nbytes
+        while flow.has_credit and (not flow.ahead or (flow.ahead + 1) * flow.room_nbytes <= buffer_nbytes):
             batch = flow.issue()
             request = BatchRequest(batch, self._waited, self._collate_fn, flow.registration.on_error)
             self._waited = None
             self._asked[self._engine.server_for(batch.index).batch.remote(request)] = batch
-
-    def _has_room(self) -> bool:
-        """True if the buffer has room for another batch, besides those that were not given out yet."""
-        return (self._flow.ahead + 1) * self._flow.room_nbytes <= self._flow.registration.buffer_nbytes
 
     def _pushed(self, ref: Any) -> Pushed:
         batch = self._asked.pop(ref)

@@ -1,3 +1,2 @@
 """The parts of :func:`fastensor.convert`: ``settings.py`` has its keywords, ``sources.py`` opens what it reads,
-``selection.py`` chooses tensors and their names (pure), ``copying.py`` brings and casts their bytes, ``same_file.py``
-keeps a source from being written while it is read."""
+``selection.py`` chooses tensors and their names (pure), ``copying.py`` brings and casts their bytes."""
