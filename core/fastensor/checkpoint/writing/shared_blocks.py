@@ -234,17 +234,6 @@ def share_blocks(
     return rest, SharedBlocks(new, parts, len(plan.storages), rest.released(), ages)
 
 
-<<<<<<< HEAD
-def _may_share(plan: Plan, fd: int) -> bool:
-    return plan.nbytes >= _LEAST_NBYTES and posix.may_share_blocks(fd) and os.fstat(fd).st_dev not in _refusing
-=======
-def _identity(fd: int) -> _Identity:
-    """Device, inode, size and time of the last write of a file. A new name or other rights do not change them."""
-    found = os.fstat(fd)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
->>>>>>> dele
-
-
 def _parts_of(plan: Plan, least_nbytes: int) -> list[_WrittenPart]:
     """The storages of a file that are worth sharing."""
     versions = _versions(plan)
