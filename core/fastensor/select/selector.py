@@ -384,7 +384,7 @@ class Selector:
             ahead: how many transfers later, if they take what is expected.
         """
         if not question.candidates:
-            raise ValueError("there is no backend to choose")
+            raise ValueError("there is no backend to choose: none was measured, and no candidates were given")
         check_word(question.mode, "mode", get_args(Mode))
         mode, explore, candidates = question.mode, question.explore, in_order(question.candidates)
         able = tuple(name for name in candidates if name not in history.unable) or candidates
