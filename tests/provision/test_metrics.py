@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,20 +29,10 @@ def test_quantiles_are_close(seconds: list[float], part: float) -> None:
     assert found <= max(seconds)
 
 
-@given(WAITS, WAITS)
-def test_waits_of_two_clients_add_up(one: list[float], other: list[float]) -> None:
-    together, added = waits_of(one + other), waits_of(one) + waits_of(other)
-    assert (together.counts, together.longest) == (added.counts, added.longest)
-    assert together.seconds == pytest.approx(added.seconds)
-    assert together.count == len(one) + len(other)
-
-
-def test_served_adds_up() -> None:
-    one = Served(batches=1, samples=10, nbytes=100, hits=5, read_nbytes=50, seconds=2.0, waits=waits_of([0.5]))
-    both = one + Served(batches=1, samples=10, hits=10, seconds=2.0, waits=waits_of([1.5]))
-    assert both.hit_rate == 0.75
-    assert both.waiting == 0.5
-    assert (both.batches, both.samples, both.nbytes, both.read_nbytes) == (2, 20, 100, 50)
+def test_rates_of_what_was_served() -> None:
+    served = Served(batches=2, samples=20, hits=15, seconds=4.0, waits=waits_of([0.5, 1.5]))
+    assert served.hit_rate == 0.75
+    assert served.waiting == 0.5
     assert (Served().hit_rate, Served().waiting) == (0, 0)
 
 

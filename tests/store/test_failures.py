@@ -22,7 +22,6 @@ from fastensor import FastensorError, TensorRef, TensorStore
 from fastensor.backends.registry import available_names
 from fastensor.files.atomic import NewFile, _remove_old_leftovers
 from fastensor.files.posix import TEMPORARY_SUFFIX
-from fastensor.stitch import npy
 from fastensor.testing import failing_call, short_call
 from fastensor.testing.calls import Call, intercepted
 
@@ -291,11 +290,8 @@ def test_a_flipped_bit_is_noticed_or_does_not_matter(tmp_path: Path, kind: str, 
     ref = store.put(tensor)
     path = tmp_path / ref.file
     sound = path.read_bytes()
-    header = range(npy.DATA_BEGIN) if ref.format == "npy" else range(0)
     refused = 0
     for at in range(0, len(sound), step):
-        if at in header and 160 < at < npy.DATA_BEGIN - 8:
-            continue  # padding
         damaged = bytearray(sound)
         damaged[at] ^= 1 << at % 8
         path.write_bytes(damaged)
@@ -308,7 +304,7 @@ def test_a_flipped_bit_is_noticed_or_does_not_matter(tmp_path: Path, kind: str, 
         assert torch.equal(*(one.dequantize() if one.is_quantized else one.to_dense() for one in (found, tensor)))
         if tensor.is_quantized:
             assert (found.q_scale(), found.q_zero_point()) == (tensor.q_scale(), tensor.q_zero_point())
-    assert refused >= ref.nbytes // step
+    assert refused == len(range(0, len(sound), step)) if ref.format == "npy" else refused >= ref.nbytes // step
 
 
 @pytest.mark.parametrize("tool", ["numpy", "torch"])

@@ -47,10 +47,6 @@ class Waits:
         counts = (*self.counts[:number], self.counts[number] + 1, *self.counts[number + 1 :])
         return replace(self, counts=counts, seconds=self.seconds + seconds, longest=max(self.longest, seconds))
 
-    def __add__(self, other: Waits) -> Waits:
-        counts = tuple(map(sum, zip(self.counts, other.counts, strict=True)))
-        return Waits(counts, self.seconds + other.seconds, max(self.longest, other.longest))
-
     def quantile(self, part: float) -> float:
         """Seconds that were enough for this part of the waits. Up to 15 % too large; 0 without waits."""
         wanted, seen = math.ceil(part * self.count), 0
@@ -142,19 +138,6 @@ class Served:
             "wait_p50": self.waits.quantile(0.5),
             "wait_p99": self.waits.quantile(0.99),
         }
-
-    def __add__(self, other: Served) -> Served:
-        """Sum of the counts of two clients, or of one at two times: seconds are added."""
-        return Served(
-            self.batches + other.batches,
-            self.samples + other.samples,
-            self.nbytes + other.nbytes,
-            self.hits + other.hits,
-            self.read_nbytes + other.read_nbytes,
-            self.skipped + other.skipped,
-            self.seconds + other.seconds,
-            self.waits + other.waits,
-        )
 
 
 def table(rows: Mapping[str, Served]) -> str:

@@ -1,4 +1,4 @@
-"""The ``.npy`` container of one tensor: planning a file, and reading its header (NumPy's format, versions 1.0 and 2.0).
+"""The ``.npy`` container of one tensor (NumPy's format, version 1.0): planning a file, and the header that it has.
 
 A file is a magic string, a version, the length of the header, the header (a Python dict as text, padded with spaces),
 and the tensor's bytes. A planned file equals what ``numpy.save`` writes for the same values, except for more padding:
@@ -10,8 +10,6 @@ integers of the same width. The caller has to keep their dtype elsewhere.
 
 from __future__ import annotations
 
-import math
-import re
 import struct
 import sys
 from collections.abc import Sequence
@@ -19,19 +17,16 @@ from dataclasses import dataclass
 
 import torch
 
-from fastensor.errors import CorruptCheckpointError, UnsupportedContentError
+from fastensor.errors import UnsupportedContentError
 from fastensor.stitch.image import Header, Image, Payload
-from fastensor.stitch.shape import is_same_layout, is_shape, row_major
+from fastensor.stitch.shape import is_same_layout, row_major
 from fastensor.stitch.source import Plan
 
 DATA_BEGIN = 4096
 """Offset of the data in planned files."""
-PREFIX_NBYTES = 12
-"""Bytes from the start of a file that :func:`header_nbytes` needs."""
-_MAGIC = b"\x93NUMPY"
-_LENGTHS = {(1, 0): struct.Struct("<H"), (2, 0): struct.Struct("<I")}
-"""Form of the header's length in each version, behind magic string and version."""
-_MAX_HEADER_NBYTES = 1 << 16
+_MAGIC = b"\x93NUMPY\1\0"
+"""The magic string, and the version. The length of the header follows."""
+_LENGTH = struct.Struct("<H")
 _MOST_DIMENSIONS = 32
 """NumPy before 2.0 reads no more; since 2.0 it reads 64."""
 _ORDER = "<" if sys.byteorder == "little" else ">"
@@ -42,11 +37,6 @@ _KINDS = {
 }  # fmt: skip
 """NumPy's letters for the dtypes that it shares with torch."""
 _WIDTHS = (1, 2, 4, 8)
-_HEADER = re.compile(
-    rb"\{'descr': '([|<>=]\w{1,4})', 'fortran_order': (False|True), "
-    rb"'shape': \((|\d{1,19},|\d{1,19}(?:, \d{1,19}){1,63})\), \} *\n"
-)
-"""The header as ``numpy.save`` writes it. No text is evaluated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +58,7 @@ class NpyHeader:
     def encode(self) -> bytes:
         """All bytes in front of the data."""
         text = f"{{'descr': '{self.descr}', 'fortran_order': {self.fortran_order}, 'shape': {self.shape}, }}"
-        prefix = _MAGIC + bytes((1, 0)) + _LENGTHS[1, 0].pack(DATA_BEGIN - len(_MAGIC) - 4)
+        prefix = _MAGIC + _LENGTH.pack(DATA_BEGIN - len(_MAGIC) - _LENGTH.size)
         return (prefix + text.encode()).ljust(DATA_BEGIN - 1) + b"\n"
 
 
@@ -80,9 +70,6 @@ def descr_of(dtype: torch.dtype) -> str:
     """
     kind = _KINDS.get(dtype, "u")
     return f"{'|' if dtype.itemsize == 1 else _ORDER}{kind}{dtype.itemsize}"
-
-
-_ITEM_NBYTES = {descr_of(dtype): dtype.itemsize for dtype in _KINDS}
 
 
 def reason_to_refuse(tensor: torch.Tensor) -> str:
@@ -123,68 +110,6 @@ def plan(tensor: torch.Tensor) -> Plan:
         behind = storage.nbytes() - before - tensor.nbytes
         segments.append(Payload(DATA_BEGIN, tensor.nbytes, 0, before=before, behind=behind))
     return Plan(Image(segments), (storage,))
-
-
-def header_nbytes(start: bytes, nbytes: int, where: str) -> int:
-    """The offset at which the data begin.
-
-    Args:
-        start: the first 12 bytes of the file, or all of a shorter one.
-        nbytes: size of the file.
-        where: the file's name, for messages.
-
-    Raises:
-        CorruptCheckpointError: the file is not a .npy file, or ends before the data.
-    """
-    at = len(_MAGIC) + 2
-    version = (start[at - 2], start[at - 1]) if len(start) >= at else (0, 0)
-    if not start.startswith(_MAGIC) or version not in _LENGTHS:
-        raise CorruptCheckpointError(
-            f"{where}: found {start[:at]!r} at offset 0, expected {_MAGIC!r} and version 1.0 or 2.0: not a .npy file"
-        )
-    length = _LENGTHS[version]
-    if len(start) < at + length.size:
-        raise CorruptCheckpointError(f"{where}: {nbytes} bytes, too few for a .npy file; it was cut off")
-    (claimed,) = length.unpack_from(start, at)
-    begin = at + length.size + int(claimed)
-    if begin > min(nbytes, _MAX_HEADER_NBYTES):
-        raise CorruptCheckpointError(
-            f"{where}: the length at offset {at} claims a header of {claimed} bytes, but the file has {nbytes}, and "
-            f"headers have less than {_MAX_HEADER_NBYTES}; the file is damaged or was cut off"
-        )
-    return begin
-
-
-def parse_header(data: bytes, nbytes: int, *, where: str) -> NpyHeader:
-    """Read and check a header.
-
-    Args:
-        data: the first :func:`header_nbytes` bytes of the file.
-        nbytes: size of the file.
-        where: the file's name, for messages.
-
-    Raises:
-        CorruptCheckpointError: the header cannot be parsed, or contradicts the file's size.
-        UnsupportedContentError: torch does not have the dtype: objects, texts, the other byte order.
-    """
-    at = len(_MAGIC) + 2
-    at += _LENGTHS[data[at - 2], data[at - 1]].size
-    found = _HEADER.fullmatch(data, at)
-    if found is None:
-        raise CorruptCheckpointError(
-            f"{where}: the header at offset {at} is not as numpy.save writes it ({data[at : at + 60]!r})"
-        )
-    descr, order, sizes = (group.decode() for group in found.groups())
-    shape = tuple(int(size) for size in sizes.split(",") if size)
-    if descr not in _ITEM_NBYTES:
-        raise UnsupportedContentError(f"{where}: the header at offset {at} says dtype {descr}, which torch lacks")
-    data_nbytes = math.prod(shape) * _ITEM_NBYTES[descr]
-    if not is_shape(shape) or len(data) + data_nbytes != nbytes:
-        raise CorruptCheckpointError(
-            f"{where}: the header at offset {at} says shape {shape} of {descr}, {data_nbytes} bytes, but "
-            f"{nbytes - len(data)} stand behind it; the file is damaged or was cut off"
-        )
-    return NpyHeader(descr, order == "True", shape)
 
 
 def _is_by_rows(shape: Sequence[int], stride: Sequence[int]) -> bool:

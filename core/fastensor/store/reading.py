@@ -22,6 +22,9 @@ from fastensor.store.files import StoredFile
 from fastensor.store.packing import elements
 from fastensor.store.ref import TensorRef
 
+_SHOWN_NBYTES = 100
+"""Bytes of a header that messages show."""
+
 
 def read_npy(backend: Backend, file: StoredFile, ref: TensorRef, device: torch.device, *, verify: bool) -> Tensor:
     """The elements of a tensor, on the device.
@@ -36,7 +39,8 @@ def read_npy(backend: Backend, file: StoredFile, ref: TensorRef, device: torch.d
         start = bytearray(min(npy.DATA_BEGIN, file.nbytes))
         if start:
             reader.readinto(0, memoryview(start), checksum=False)
-        header = _checked_header(bytes(start), file, npy.NpyHeader.of(dtype, ref.shape, ref.stride))
+        header = npy.NpyHeader.of(dtype, ref.shape, ref.stride)
+        _check_header(bytes(start), file, header.encode(), ref.nbytes)
         data = storage_on(device if is_filled_at_once(device) else torch.device("cpu"), ref.nbytes)
         crc32 = fill(reader, data, npy.DATA_BEGIN, checksum=verify)
         if verify:
@@ -45,14 +49,14 @@ def read_npy(backend: Backend, file: StoredFile, ref: TensorRef, device: torch.d
     return elements(values.to(device), header, dtype)
 
 
-def _checked_header(start: bytes, file: StoredFile, expected: npy.NpyHeader) -> npy.NpyHeader:
-    begin = npy.header_nbytes(start[: npy.PREFIX_NBYTES], file.nbytes, file.path)
-    if begin != npy.DATA_BEGIN:
-        raise CorruptCheckpointError(f"{file.path}: the data begin at {begin}, expected {npy.DATA_BEGIN}")
-    found = npy.parse_header(start, file.nbytes, where=file.path)
-    if found != expected:
-        raise CorruptCheckpointError(f"{file.path}: found a tensor with {found}, expected {expected}")
-    return found
+def _check_header(start: bytes, file: StoredFile, expected: bytes, nbytes: int) -> None:
+    """Compare the start of a file, and its size, with what the store has written. Nothing of it is parsed."""
+    if start != expected or file.nbytes != len(expected) + nbytes:
+        raise CorruptCheckpointError(
+            f"{file.path}: found {file.nbytes} bytes that begin with {start[:_SHOWN_NBYTES]!r}, expected "
+            f"{len(expected) + nbytes} that begin with {expected[:_SHOWN_NBYTES]!r}: the file was damaged, or is that "
+            f"of another tensor"
+        )
 
 
 def read_pt(file: StoredFile, ref: TensorRef, device: torch.device, *, verify: bool) -> Tensor:
