@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import fastensor
 from fastensor import Context
 from fastensor.cli import main
 from fastensor.cli.checkup import measurement
-from fastensor.cli.checkup.measurement import BackendState, Chosen, Rounds, Speed, advise, time_torch_save
+from fastensor.cli.checkup.measurement import BackendState, Chosen, Rounds, Speed, advise, choices_for, time_torch_save
 from fastensor.cli.tune import learned
 from fastensor.select import current, torch_save
 from fastensor.select.dictionary import Dictionary
@@ -45,7 +46,7 @@ def test_what_is_measured_is_learned(tmp_path: Path, capsys: pytest.CaptureFixtu
     shown = capsys.readouterr().out
     assert shown.count("torch.save ") == 2
     assert str(file_for(folder).path) in shown
-    assert shown.count("the fastest: ") == 6
+    assert shown.count("by size") == 6, "auto does not ask what is known of such small files"
 
 
 def test_what_was_not_measured_is_not_invented(tmp_path: Path) -> None:
@@ -122,7 +123,7 @@ def test_doctor_says_when_it_would_pay(direct: float, pays: bool) -> None:
         Speed("torch", MIB, 9e9, 9e9, 9e9, True, ""),  # is no contender for files
     )
     choices = tuple(
-        Chosen(str(context), MIB, "numpy", "by size", False)
+        Chosen(str(context), MIB, "numpy", "by size: nothing was measured", False)
         for context in (Context("write"), Context("read"), Context("read", warm=True))
     )
     found = list(advise("/x", [BackendState("numpy", True, "")], speeds, choices))
@@ -130,3 +131,18 @@ def test_doctor_says_when_it_would_pay(direct: float, pays: bool) -> None:
     if pays:
         assert "write cpu durable, 1 MiB: direct is 3.0 × as fast as numpy" in found[0].found
         assert "fastensor tune /x" in found[0].todo
+
+
+def test_small_files_are_by_size_whatever_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    selector = fastensor.Selector(explore=True)
+    for nbytes in (8 * MIB, 64 * MIB):
+        for _ in range(3):
+            selector.record(nbytes, Context("write"), "numpy", 0.1)
+            selector.record(nbytes, Context("write"), "direct", 20.0)
+    monkeypatch.setattr("fastensor.cli.checkup.measurement.current_selector", lambda path: selector)
+    small, large, *_ = choices_for(str(tmp_path), (8 * MIB, 64 * MIB), ("direct", "numpy"))
+    assert (small.backend, small.reason) == ("direct", "by size")
+    assert large.backend == "numpy"
+    assert large.reason.startswith("the fastest")
+    speeds = [Speed(name, 8 * MIB, rate, 1e9, 1e9, True, "") for name, rate in (("direct", 1e9), ("numpy", 9e9))]
+    assert not list(advise("/x", [BackendState("numpy", True, "")], speeds, [small])), "no tuning would help"

@@ -843,7 +843,7 @@ def test_a_bar_is_shown_if_it_is_wanted(
     start: Callable[..., DataService], monkeypatch: pytest.MonkeyPatch, progress: bool
 ) -> None:
     shown: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("fastensor.provision.service.show_in_thread", lambda *given: shown.append(given))
+    monkeypatch.setattr("fastensor.provision.service._show_filling_in_thread", lambda *given: shown.append(given))
     start(progress=progress)
     assert len(shown) == progress
 

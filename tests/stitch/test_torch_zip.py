@@ -11,6 +11,7 @@ import warnings
 import weakref
 import zipfile
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,11 @@ from hypothesis import given
 
 import fastensor
 from fastensor.errors import LayoutError
+from fastensor.files import posix
 from fastensor.stitch import plain_tensors, torch_layout, torch_zip
 from fastensor.stitch.image import Header, Image, Payload
+from fastensor.stitch.parts import likely_begin
+from fastensor.stitch.zip_directory import parse_directory
 
 STATE = {"w": torch.arange(100), "b": torch.ones(3), "empty": torch.empty(0)}
 
@@ -103,6 +107,9 @@ def test_files_are_laid_out_as_by_torchs_writer(tmp_path: Path, sizes: list[int]
             if isinstance(segment, Header):
                 file.seek(segment.offset)
                 assert file.read(segment.nbytes) == segment.data  # CRC32s of sparse records are 0, as are blanks
+        found = parse_directory(partial(posix.read_exactly, file.fileno()), image.nbytes, where="x").parts
+    storages = [part for part in found if "/data/" in part.name and part.nbytes]
+    assert [likely_begin(part) for part in storages] == [one.offset for one in payload]
     assert torch_zip.hash_of_names(("data.pkl", "byteorder"), len(sizes)) == behind[1].data[:20]
 
 

@@ -208,7 +208,7 @@ def wait_to_read_directory(location: Location) -> None:
 
 
 def wait_inside(location: Location) -> list[PendingWork]:
-    """Return when everything that was accepted for a path, or inside of it, is done. Returns that work."""
+    """Return when everything that was accepted for a path, or inside of it, is done. Returns this work."""
     if not _pending:
         return []
     own = next(places_behind(location), "")

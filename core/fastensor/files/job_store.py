@@ -87,8 +87,8 @@ def connect_to_job(prefix: str) -> Any:
 
 
 def wait_until(is_so: Callable[[], object], seconds: float) -> bool:
-    """Ask until it is so; False if that takes longer. The store's own ``wait`` cannot be interrupted, and logs every
-    timeout."""
+    """Ask until it is so; False if that takes longer than ``seconds``. Between two questions, 0.5 ms pass at first and
+    50 ms at most. A store's own ``wait`` cannot be interrupted, and logs every timeout."""
     started = time.monotonic()
     while not is_so():
         waited = time.monotonic() - started

@@ -234,8 +234,7 @@ class ForwardPass:
         with self._lock:
             self.record.tensors.append(tensor)
             self._saved.append(len(self._ranges))
-            # what stays in memory has a weak reference to nothing
-            self._ranges.append((lambda: None) if saved is None else weakref.ref(saved))
+            self._ranges.append(_no_range if saved is None else weakref.ref(saved))
 
     def add_again(self, position: int | None, saved: SavedBytes | None, clock: float) -> int:
         """Note that another node saves bytes that were saved before.
@@ -280,3 +279,7 @@ class ForwardPass:
         :meth:`fastensor.offload.swapper.Swapper.read_ahead`."""
         with self._lock:
             self._expected_takes = count // _LOOK_AGAIN_AFTER
+
+
+def _no_range() -> None:
+    """Stands for the weak reference of a tensor that stays in memory."""

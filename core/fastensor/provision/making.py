@@ -176,7 +176,7 @@ def made_batch(
             if untouched:
                 return sample.value
             sample = sample.encoded
-        value = encoding.decode(sample if untouched else np.array(sample, np.uint8).data)  # of a copy
+        value = encoding.decode(sample if untouched else np.array(sample, np.uint8).data)  # a copy is decoded
         if served.after_cache is None:
             return value
         _seed_all(seed, epoch, position)

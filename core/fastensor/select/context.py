@@ -16,7 +16,7 @@ takes longer for a smaller file in a new process than it saves."""
 RESIDENT_FRACTION = 2 / 3
 """Files of which at least this fraction is in the page cache are read through it. Cold bytes cost about 2.4 times as
 much that way as by direct reads, resident bytes a seventh, so the two are equal at 0.62."""
-_SMALL_NBYTES, _SMALL_ON_HOST_NBYTES = 1 << 20, 32 << 20
+_SMALL_NBYTES = 1 << 20
 _PER_OCTAVE = 2
 LEAST_BUCKET = 12 * _PER_OCTAVE
 """The bucket of all sizes up to 4 KiB."""
@@ -89,7 +89,7 @@ def by_rule(context: Context, nbytes: int) -> str:
     >>> by_rule(Context("write"), 10 << 20), by_rule(Context("write", warm=True), 10 << 20)
     ('direct', 'numpy')
     """
-    is_cached = context.warm and (context.operation == "read" or nbytes < _SMALL_ON_HOST_NBYTES)
+    is_cached = context.warm and (context.operation == "read" or nbytes < DIRECT_NBYTES["read"])
     return "numpy" if is_cached or nbytes < DIRECT_NBYTES[context.operation] else "direct"
 
 
@@ -100,7 +100,7 @@ def is_small(context: Context, nbytes: int) -> bool:
     >>> is_small(Context("read"), 10 << 20), is_small(Context("read", "cuda"), 10 << 20)
     (True, False)
     """
-    return nbytes < (_SMALL_ON_HOST_NBYTES if context.device in ("cpu", STAGED) else _SMALL_NBYTES)
+    return nbytes < (DIRECT_NBYTES["read"] if context.device in ("cpu", STAGED) else _SMALL_NBYTES)
 
 
 @lru_cache(1024)

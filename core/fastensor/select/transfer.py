@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from fastensor.select.selector import Selector
 
 T = TypeVar("T")
+BY_SIZE = "by size"
+"""Reason for a choice by the rule alone."""
 LAST_RESORTS = ("numpy", "torch")
 """Backends that follow if a named backend fails."""
 WHOLE_FILES = ("torch",)
@@ -58,6 +60,11 @@ def check_choice(choice: BackendChoice) -> None:
 
         if not isinstance(choice, Selector):
             raise TypeError(f"backend is a name or a fastensor.Selector, found {choice!r}")
+
+
+def rule_decides(choice: BackendChoice, nbytes: int, context: Context) -> bool:
+    """True if a transfer is made as the rule says, and nothing is looked up or learned for it."""
+    return choice == registry.AUTO and for_all is None and is_small(context, nbytes)
 
 
 def explores() -> bool:
@@ -154,8 +161,8 @@ class Transfer:
         """
         if isinstance(choice, str) and choice != registry.AUTO:
             return cls((registry.get(choice).name, *LAST_RESORTS), nbytes, context)
-        if choice == registry.AUTO and for_all is None and is_small(context, nbytes):  # nothing is looked up or learned
-            return cls((by_rule(context, nbytes), *LAST_RESORTS), nbytes, context, reason="by size")
+        if rule_decides(choice, nbytes, context):
+            return cls((by_rule(context, nbytes), *LAST_RESORTS), nbytes, context, reason=BY_SIZE)
         imported("fastensor.select.current")  # without the garbage collector; small files need nothing of it
         from fastensor.select.current import current_selector
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 """The header in front of a record of a zip archive (PKWARE APPNOTE 6.3, section 4.3.7)."""
 LOCAL_SIGNATURE = b"PK\x03\x04"
-_DESCRIPTOR_NBYTES = 16
+_DESCRIPTOR_NBYTES, _DESCRIPTOR64_NBYTES = 16, 24
+MAX32 = 0xFFFFFFFF
 _LENGTHS = struct.Struct("<4s22x2H")
 """A local header: its signature, and the sizes of the name and of the extra field."""
 
@@ -103,11 +104,12 @@ def find_data(part: Part, header: bytes | bytearray | memoryview, where: str) ->
 
 
 def likely_begin(part: Part) -> int:
-    """Where the data of a part are expected, before its local header was read: torch puts a data descriptor of this
-    size, and nothing else, behind the data of a record of less than 4 GiB."""
+    """Where the data of a part are expected, before its local header was read: torch puts a data descriptor, and
+    nothing else, behind the data. Its sizes have 64 bits where the size or the offset of the record needs them."""
     if not part.header_nbytes:
         return part.begin
-    return max(part.end - _DESCRIPTOR_NBYTES - part.nbytes, part.begin + part.header_nbytes)
+    descriptor_nbytes = _DESCRIPTOR64_NBYTES if max(part.nbytes, part.begin) >= MAX32 else _DESCRIPTOR_NBYTES
+    return max(part.end - descriptor_nbytes - part.nbytes, part.begin + part.header_nbytes)
 
 
 def stand_in_header(part: Part) -> bytes:

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias, overload
 from isal import isal_zlib
 
 from fastensor.stitch.image import CHECKSUM_NBYTES, Blank, Header, Image, Payload, Segment
-from fastensor.stitch.parts import LOCAL_HEADER, LOCAL_SIGNATURE
+from fastensor.stitch.parts import LOCAL_HEADER, LOCAL_SIGNATURE, MAX32
 from fastensor.stitch.zip_directory import (
     DESCRIPTOR_CRC_OFFSET,
     DESCRIPTOR_SIGNATURE,
@@ -29,7 +29,6 @@ from fastensor.stitch.zip_directory import (
     ENTRY_CRC_OFFSET,
     ENTRY_SIGNATURE,
     MAX16,
-    MAX32,
     ZIP64_EXTRA,
 )
 

@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 from fastensor.errors import CorruptCheckpointError
-from fastensor.stitch.parts import LOCAL_HEADER, Part
+from fastensor.stitch.parts import LOCAL_HEADER, MAX32, Part
 
 DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 DESCRIPTOR_CRC_OFFSET = 4
@@ -30,7 +30,7 @@ ZIP64_EXTRA = 0x0001
 _DIRECTORY_ATTRIBUTE = 0x10
 _NOT_AS_THEY_ARE = 0x2060
 """Flags of strong encryption, of patches, and of masked headers."""
-MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
+MAX16 = 0xFFFF
 _MAX_COMMENT = 0xFFFF
 
 ReadAt = Callable[[int, int], bytes]

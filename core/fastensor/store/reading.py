@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable
 from contextlib import closing
@@ -22,7 +23,7 @@ from fastensor.store.files import StoredFile
 from fastensor.store.packing import elements
 from fastensor.store.ref import TensorRef
 
-_SHOWN_NBYTES = 100
+_SHOWN_NBYTES = 60
 """Bytes of a header that messages show."""
 
 
@@ -40,7 +41,7 @@ def read_npy(backend: Backend, file: StoredFile, ref: TensorRef, device: torch.d
         if start:
             reader.readinto(0, memoryview(start), checksum=False)
         header = npy.NpyHeader.of(dtype, ref.shape, ref.stride)
-        _check_header(bytes(start), file, header.encode(), ref.nbytes)
+        _check_header(bytes(start), file, header.encode(), math.prod(ref.shape) * dtype.itemsize)
         data = storage_on(device if is_filled_at_once(device) else torch.device("cpu"), ref.nbytes)
         crc32 = fill(reader, data, npy.DATA_BEGIN, checksum=verify)
         if verify:
@@ -51,11 +52,16 @@ def read_npy(backend: Backend, file: StoredFile, ref: TensorRef, device: torch.d
 
 def _check_header(start: bytes, file: StoredFile, expected: bytes, nbytes: int) -> None:
     """Compare the start of a file, and its size, with what the store has written. Nothing of it is parsed."""
-    if start != expected or file.nbytes != len(expected) + nbytes:
+    if file.nbytes != len(expected) + nbytes:
         raise CorruptCheckpointError(
-            f"{file.path}: found {file.nbytes} bytes that begin with {start[:_SHOWN_NBYTES]!r}, expected "
-            f"{len(expected) + nbytes} that begin with {expected[:_SHOWN_NBYTES]!r}: the file was damaged, or is that "
-            f"of another tensor"
+            f"{file.path}: {file.nbytes} bytes, expected {len(expected) + nbytes}: the file was cut off, or is that of "
+            f"another tensor"
+        )
+    if start != expected:
+        at = next(at for at, (found, wanted) in enumerate(zip(start, expected, strict=True)) if found != wanted)
+        raise CorruptCheckpointError(
+            f"{file.path}: found {start[at : at + _SHOWN_NBYTES]!r} at offset {at}, expected "
+            f"{expected[at : at + _SHOWN_NBYTES]!r}: the file was damaged, or is that of another tensor"
         )
 
 

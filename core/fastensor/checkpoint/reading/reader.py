@@ -228,6 +228,8 @@ class PartReader:
         """Where the parts begin and end whose CRC32 has been compared by :meth:`check` or :meth:`check_read`."""
         self._unread = OrderedDict((part.begin, part) for part in parts if part.nbytes)
         """The parts that :meth:`read_array` has not read yet, by where they begin."""
+        self._is_unlike_torch = False
+        """True if data were not where torch puts them: local headers are read before the data from then on."""
         self._ahead: dict[int, _ReadAhead] = {}
         """Parts that were read and not asked for yet, by where they begin."""
 
@@ -303,10 +305,12 @@ class PartReader:
             batch.append(self._unread.pop(following.begin))
         checksum = self.verify and any(part.crc32 is not None for part in batch)
         if self._reader.batches:
-            pieces = [(likely_begin(part), new_array(part.nbytes)) for part in batch]
+            begin_of = self.data_begin if self._is_unlike_torch else likely_begin
+            pieces = [(begin_of(part), new_array(part.nbytes)) for part in batch]
             crc32s = self._reader.read_batch([(begin, array.data) for begin, array in pieces], checksum=checksum)
             for number, (part, (likely, array)) in enumerate(zip(batch, pieces, strict=True)):
                 if (begin := self.data_begin(part)) != likely:
+                    self._is_unlike_torch = True
                     crc32s[number] = self._reader.read(begin, array.data, checksum=checksum)
                     pieces[number] = begin, array
         else:

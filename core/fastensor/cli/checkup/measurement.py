@@ -25,9 +25,9 @@ from fastensor.cli.commands.options import LEAST_NBYTES
 from fastensor.errors import BackendUnavailableError, CorruptCheckpointError
 from fastensor.files import posix
 from fastensor.files.words import human_size
-from fastensor.select.context import RESIDENT_FRACTION, Context, by_rule
+from fastensor.select.context import RESIDENT_FRACTION, Choice, Context, by_rule
 from fastensor.select.current import current_selector
-from fastensor.select.transfer import WHOLE_FILES
+from fastensor.select.transfer import BY_SIZE, WHOLE_FILES, rule_decides
 
 ROUNDS = 3
 _MOVES = 3
@@ -115,7 +115,9 @@ def choices_for(path: str, sizes: Iterable[int], names: Sequence[str]) -> tuple[
     found = []
     for context in (Context("write"), Context("read"), Context("read", warm=True)):
         for nbytes in sizes:
-            choice = selector.explain(nbytes, context, names, default=by_rule(context, nbytes)).choice
+            choice = Choice(by_rule(context, nbytes), BY_SIZE)
+            if not rule_decides(registry.AUTO, nbytes, context):
+                choice = selector.explain(nbytes, context, names, default=choice.backend).choice
             found.append(Chosen(str(context), nbytes, choice.backend, choice.reason, choice.exploring))
     return tuple(found)
 
@@ -273,7 +275,8 @@ def advise(
             yield Advice("error", what, "do not use it; if the others fail as well, look for a broken disk or memory")
     if speeds and not any(speed.write_bytes_per_second for speed in speeds):
         yield Advice("error", f"no backend could save anything: {speeds[0].reason}", MAKE_WRITABLE)
-    if slow := [text for choice in choices if (text := _slow_choice(choice, speeds))]:
+    learned = [choice for choice in choices if choice.reason != BY_SIZE]
+    if slow := [text for choice in learned if (text := _slow_choice(choice, speeds))]:
         what = f'backend="auto" would not take what was the fastest just now ({"; ".join(slow)})'
         yield Advice(
             "warning", what, f"fastensor tune {folder} measures more sizes, and auto goes by that from then on"
