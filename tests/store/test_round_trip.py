@@ -289,6 +289,8 @@ def good_ref() -> dict[str, Any]:
         {"stride": (-1, 2)},
         {"nbytes": 1 << 50},
         {"nbytes": 23},
+        {"nbytes": 23, "kind": "sparse_coo"},
+        {"shape": (1000,), "stride": None, "kind": "sparse_coo"},
         {"dtype": "float64"},
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections.abc import Callable
 from contextlib import closing
@@ -41,7 +40,7 @@ def read_npy(backend: Backend, file: StoredFile, ref: TensorRef, device: torch.d
         if start:
             reader.readinto(0, memoryview(start), checksum=False)
         header = npy.NpyHeader.of(dtype, ref.shape, ref.stride)
-        _check_header(bytes(start), file, header.encode(), math.prod(ref.shape) * dtype.itemsize)
+        _check_header(bytes(start), file, header.encode(), ref.nbytes)
         data = storage_on(device if is_filled_at_once(device) else torch.device("cpu"), ref.nbytes)
         crc32 = fill(reader, data, npy.DATA_BEGIN, checksum=verify)
         if verify:

@@ -87,7 +87,7 @@ def _contradiction(ref: TensorRef) -> str:
     if ref.stride is not None and not _are_strides(ref.stride, ref.shape):
         return f"strides {ref.stride} with shape {ref.shape}"
     itemsize = ref.torch_dtype().itemsize
-    if ref.plain and ref.nbytes != math.prod(ref.shape) * itemsize:
+    if (ref.plain or ref.format == "npy") and ref.nbytes != math.prod(ref.shape) * itemsize:
         return f"{ref.nbytes} bytes for shape {ref.shape} of {ref.dtype}"
     return ""
 
