@@ -40,3 +40,19 @@ def test_what_is_not_there_is_not_moved(tmp_path: Path) -> None:
         source.write(b"x" * 100)
         with pytest.raises(posix.EndOfFile, match="the file ends before offset 101"):
             posix.move_bytes(source.fileno(), 0, target.fileno(), 0, 101)
+
+
+def test_the_kernel_is_told_what_is_needed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a piece that is larger than the read-ahead of the device, it may ignore the rest."""
+    told: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(posix, "advise", lambda fd, *given: told.append(given))
+    posix.will_need(3, 1000, 300 << 10)
+    assert [begin for begin, _, _ in told] == [1000 + piece for piece in (0, 128 << 10, 256 << 10)]
+    assert [nbytes for _, nbytes, _ in told] == [128 << 10, 128 << 10, 44 << 10]
+    assert {kind for _, _, kind in told} == {os.POSIX_FADV_WILLNEED}
+
+
+def test_texts_of_small_files(tmp_path: Path) -> None:
+    (tmp_path / "state").write_bytes(b" 4: ACTIVE\xff \n")
+    assert posix.text_of(tmp_path / "state") == "4: ACTIVE\ufffd"
+    assert posix.text_of(tmp_path / "absent") == posix.text_of(tmp_path) == ""

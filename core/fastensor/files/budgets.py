@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fastensor.files.importing import text_of
+from fastensor.files.posix import text_of
 
 _CGROUP_FILES = (
     ("memory.max", "memory.current"),

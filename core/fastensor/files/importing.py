@@ -22,7 +22,6 @@ from fastensor.files.garbage import without_collection
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
-    from pathlib import Path
 
 _METADATA = ("dist-info", "egg-info")
 
@@ -95,8 +94,3 @@ def content_of(path: str) -> bytes:
             return file.readall()
     except OSError:
         return b""
-
-
-def text_of(path: Path) -> str:
-    """The text of a small file, without space around it; empty if it cannot be read."""
-    return content_of(str(path)).decode(errors="replace").strip()

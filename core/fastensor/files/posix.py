@@ -16,6 +16,7 @@ import os
 import struct
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 _MOST_LINKS = 40
@@ -449,6 +450,15 @@ def check_writable(path: str) -> None:
         OSError: the process may not, or the file is missing.
     """
     _call("faccessat", _AT_FDCWD, os.fsencode(path), os.W_OK, _AT_EACCESS)
+
+
+def text_of(path: Path) -> str:
+    """The text of a small file, such as those of ``/proc`` and ``/sys``, without space around it; empty if it cannot be
+    read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def identity_of(status: os.stat_result) -> tuple[int, ...]:

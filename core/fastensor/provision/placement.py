@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain, islice, repeat, takewhile
 from pathlib import Path
 
-from fastensor.files.importing import text_of
+from fastensor.files.posix import text_of
 
 _DISPLAY = 0x03
 _ACCELERATOR = 0x12

@@ -99,6 +99,8 @@ def is_small(context: Context, nbytes: int) -> bool:
 
     >>> is_small(Context("read"), 10 << 20), is_small(Context("read", "cuda"), 10 << 20)
     (True, False)
+    >>> is_small(Context("write"), 31 << 20), is_small(Context("write"), 32 << 20)
+    (True, False)
     """
     return nbytes < (DIRECT_NBYTES["read"] if context.device in ("cpu", STAGED) else _SMALL_NBYTES)
 

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from fastensor.files.importing import text_of
+from fastensor.files.posix import text_of
 from fastensor.version import VERSION
 
 _KVIKIO = ("kvikio", "kvikio-cu12", "kvikio-cu13")

@@ -18,7 +18,7 @@ import torch
 from fastensor.backends import registry
 from fastensor.backends.gds import compat_reason
 from fastensor.cli.checkup import Advice
-from fastensor.files.importing import text_of
+from fastensor.files.posix import text_of
 from fastensor.files.words import human_size
 from fastensor.select.machine import software_versions
 from fastensor.version import VERSION
