@@ -4,7 +4,11 @@ Nothing is in the cache of the service yet, so it has to keep samples for later 
 dataset, which both ways get as it is, copies samples of several sizes out of a file in the page cache, or decodes JPEG
 files. Training computes nothing, so all the time of an epoch is spent waiting, and all processors are the workers'.
 
-Each measurement is the first one of a fresh process, which has imported both ways before. The ways take turns. A start
+A ``DataLoader`` forks its workers from the process that trains, which is quickest, and not safe beside its threads. So
+another one takes them from a ``forkserver``, as is the default of Python 3.14, and as the service does: a process that
+imports the script anew.
+
+Each measurement is the first one of a fresh process, which has imported all ways before. The ways take turns. A start
 takes until the call is over that starts the processes (``DataService.start``; ``iter(DataLoader)``, which also asks for
 the first batches), and the first batch comes after that. CPU seconds are of all processes of a way, from before its
 start to the end of the first epoch.
@@ -36,6 +40,8 @@ from fastensor.data import EpochPlan
 from fastensor.provision import DataService
 
 JPEG = "JPEG"
+FORKSERVER = "DataLoader, forkserver"
+WAYS = (OURS, STOCK, FORKSERVER)
 JPEGS = 32
 """Different files. Each is in the dataset several times."""
 
@@ -121,7 +127,14 @@ def run(kind: Kind, way: str, workers: int, folder: Path) -> Measured:
         first, second = iter(loader), loader
     else:
         batches = [batch.tolist() for batch in plan.batches(0)]
-        loader = DataLoader(dataset, batch_sampler=batches, num_workers=workers, persistent_workers=True)
+        context = "forkserver" if way == FORKSERVER else "fork"
+        loader = DataLoader(
+            dataset,
+            batch_sampler=batches,
+            num_workers=workers,
+            persistent_workers=True,
+            multiprocessing_context=context,
+        )
         first, second = iter(loader), loader
         started = time.perf_counter() - began
     numbers: list[int] = []
@@ -154,7 +167,7 @@ def in_fresh_process(kind: Kind, way: str, workers: int, folder: Path) -> Measur
 
 
 def table(machine: dict[str, str], found: list[Measured], workers: int) -> str:
-    """Medians as Markdown, and the service's divided by the DataLoader's."""
+    """Medians as Markdown, and the service's divided by those of each DataLoader."""
     lines = ["# Starting a data service, and its first epoch", "", *(f"- {k}: {v}" for k, v in machine.items())]
     lines.append(f"- workers: {workers}; training computes nothing")
     lines += [
@@ -164,7 +177,7 @@ def table(machine: dict[str, str], found: list[Measured], workers: int) -> str:
     ]  # fmt: skip
     for kind in dict.fromkeys(one.kind for one in found):
         medians = {}
-        for way in (OURS, STOCK):
+        for way in WAYS:
             group = [one for one in found if (one.kind, one.way) == (kind, way)]
             names = ("start_seconds", "first_batch_seconds", "wait_seconds", "cpu_seconds", "later_seconds")
             start, first, wait, cpu, later = (statistics.median(getattr(one, name) for one in group) for name in names)
@@ -173,8 +186,10 @@ def table(machine: dict[str, str], found: list[Measured], workers: int) -> str:
                 f"| {kind} | {way} | {start:.3f} | {first:.3f} | {wait:.3f} | {group[0].samples / wait:.0f} "
                 f"| {cpu:.2f} | {later:.3f} | {'yes' if all(one.exact for one in group) else '**no**'} | {len(group)} |"
             )
-        start, first, wait, cpu = (ours / stock for ours, stock in zip(medians[OURS], medians[STOCK], strict=True))
-        lines.append(f"| {kind} | ratio | {start:.2f} | {first:.2f} | {wait:.2f} | {1 / wait:.2f} | {cpu:.2f} | | | |")
+        for way in (STOCK, FORKSERVER):
+            ratios = [ours / other for ours, other in zip(medians[OURS], medians[way], strict=True)]
+            cells = [*ratios[:3], 1 / ratios[2], ratios[3]]
+            lines.append(f"| {kind} | service / {way} | {' | '.join(f'{cell:.2f}' for cell in cells)} | | | |")
     return "\n".join(lines) + "\n"
 
 
@@ -209,7 +224,7 @@ def main() -> None:
             Samples(kind, folder).write()
         for number in range(options.rounds):
             for kind in kinds:
-                for way in (OURS, STOCK) if number % 2 else (STOCK, OURS):
+                for way in WAYS[number % 3 :] + WAYS[: number % 3]:
                     found.append(in_fresh_process(kind, way, options.workers, folder))
                     print(found[-1], file=sys.stderr, flush=True)
     text = table(machine, found, options.workers)

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from remote_storage import RemoteObjects
-from sklearn.datasets import load_sample_images
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -76,6 +75,8 @@ def random_bytes(nbytes: int, number: int) -> bytes:
 
 def jpeg(number: int) -> bytes:
     """A part of a photo, of about 150 KB."""
+    from sklearn.datasets import load_sample_images  # only who writes samples need wait for it
+
     photo = load_sample_images().images[number % 2]
     file = io.BytesIO()
     Image.fromarray(np.roll(photo, 7 * number, axis=1)).save(file, "JPEG", quality=95)

@@ -178,7 +178,7 @@ def never(connection: Connection, *, place: int) -> NoReturn:
 
 def test_many_workers_are_asked_for_before_the_forkserver_listens() -> None:
     with tempfile.TemporaryFile() as spec:
-        forkserver = ForkServer(never, spec.fileno(), prepares=False)
+        forkserver = ForkServer(lambda: never, spec.fileno(), prepares=False)
         os.kill(forkserver.pid, signal.SIGSTOP)
         forkserver.ask(range(2000))
         assert not forkserver.connection.has_unsent

@@ -28,8 +28,6 @@ from contextlib import suppress
 from functools import partial
 from typing import NoReturn
 
-import torch
-
 from fastensor.data.connection import Connection, ConnectionLost
 from fastensor.provision.embedded.protocol import Fork, Forked
 from fastensor.provision.embedded.spec import prepare
@@ -66,13 +64,16 @@ class ForkServer(ChildProcess):
     """A forkserver, as the server sees it.
 
     Args:
-        main: what runs in each worker: gets the connection to the server, and as ``place`` which of the workers it is.
+        imported: is called in the forkserver, and returns what runs in each worker: that gets the connection to the
+            server, and as ``place`` which of the workers it is.
         spec_fd: what is served.
         prepares: whether it imports the user's script before it forks.
         kept: descriptors that workers need, besides that of the spec.
     """
 
-    def __init__(self, main: Callable[..., None], spec_fd: int, *, prepares: bool, kept: Collection[int] = ()) -> None:
+    def __init__(
+        self, imported: Callable[[], Callable[..., None]], spec_fd: int, *, prepares: bool, kept: Collection[int] = ()
+    ) -> None:
         self.prepares = prepares
         self.awaited: set[int] = set()
         """The places of workers that it was asked for, and that have not come yet."""
@@ -81,7 +82,7 @@ class ForkServer(ChildProcess):
         pid = os.fork()
         if not pid:
             _run_and_exit(
-                partial(_make_workers, Connection(theirs), server_pid, main, spec_fd, kept, prepares=prepares)
+                partial(_make_workers, Connection(theirs), server_pid, imported, spec_fd, kept, prepares=prepares)
             )
         theirs.close()
         super().__init__(pid, Connection(ours))
@@ -116,7 +117,7 @@ def _run_and_exit(run: Callable[[], object]) -> NoReturn:
 def _make_workers(
     connection: Connection,
     server_pid: int,
-    main: Callable[..., None],
+    imported: Callable[[], Callable[..., None]],
     spec_fd: int,
     kept: Collection[int],
     *,
@@ -125,9 +126,9 @@ def _make_workers(
     """Be a forkserver, in a forked child of the server. Keeps nothing else of it open."""
     _die_with(server_pid)
     _close_all_but({connection.fileno(), spec_fd, *kept, 0, 1, 2})
-    torch.set_num_threads(1)
     for name in _ONE_THREAD:
         os.environ.setdefault(name, "1")
+    main = imported()
     if prepares:
         _prepare(spec_fd)
     gc.freeze()  # so that workers share its memory

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,6 @@ from fastensor.data.connection import Connection, ConnectionLost, Message
 from fastensor.data.ring import shared_memory
 from fastensor.data.serving import LocalServer
 from fastensor.files.arguments import check_whole
-from fastensor.provision.embedded import worker
 from fastensor.provision.embedded.clients import Client
 from fastensor.provision.embedded.forkserver import ChildProcess, ForkServer, adopt_orphans
 from fastensor.provision.embedded.protocol import (
@@ -169,15 +168,15 @@ class EmbeddedServer(LocalServer[Client]):
 
     def _start_forkserver(self, places: Collection[int], *, prepares: bool) -> None:
         """Start the process that makes workers, and ask it for those of some places."""
-        main = partial(
-            worker.main,
+        imported = partial(
+            _imported,
             spec_fd=self._spec_fd,
             slabs_fd=self._slabs_fd,
             slabs=self._slabs,
             seed=self._facts.seed,
             cpus=self._worker_cpus,
         )
-        self._forkserver = ForkServer(main, self._spec_fd, prepares=prepares, kept=(self._slabs_fd,))
+        self._forkserver = ForkServer(imported, self._spec_fd, prepares=prepares, kept=(self._slabs_fd,))
         self.listen(self._forkserver.connection, self._hear_forkserver)
         self._forkserver.ask(places)
 
@@ -292,6 +291,13 @@ class EmbeddedServer(LocalServer[Client]):
         self._forkserver.ask([one.place])
 
 
+def _imported(**given: Any) -> Callable[..., None]:
+    """What runs in each worker. Its module brings torch, which this process has no use for."""
+    from fastensor.provision.embedded import worker
+
+    return partial(worker.main, **given)
+
+
 def _placements() -> dict[str, Placement]:
     """Placement of GPUs; empty if the system's answers make no sense."""
     try:
@@ -310,4 +316,3 @@ def main(fd: int, spec_fd: int) -> None:
     """
     adopt_orphans()
     EmbeddedServer(socket.socket(fileno=fd), spec_fd).run()
-    os._exit(0)  # the interpreter would take longer to take torch apart than most services to end

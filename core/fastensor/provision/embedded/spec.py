@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from dataclasses import fields
 from itertools import islice
 from multiprocessing import process, spawn
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastensor.provision.engine import Facts
-from fastensor.provision.making import UserObjects
 from fastensor.provision.pickling import pickling
+
+if TYPE_CHECKING:
+    from fastensor.provision.making import UserObjects
 
 _NOT_FOR_WORKERS = ("authkey", "name", "start_method")
 """Preparations of ``multiprocessing`` for its own processes."""
@@ -40,7 +42,7 @@ def packed(facts: Facts, contents: UserObjects) -> int:
     with memory, pickling("the source, or a transform,", advice):
         pickle.dump(facts, memory)
         pickle.dump(preparation, memory)
-        pickle.dump([getattr(contents, field.name) for field in fields(UserObjects)], memory, protocol=5)
+        pickle.dump([getattr(contents, field.name) for field in fields(contents)], memory, protocol=5)
         memory.flush()
         return os.dup(memory.fileno())
 
@@ -59,6 +61,8 @@ def prepare(fd: int) -> None:
 
 def contents_of(fd: int) -> UserObjects:
     """The user's objects, in a process that was made for them, and is prepared."""
+    from fastensor.provision.making import UserObjects  # brings torch, which the server has no use for
+
     prepare(fd)
     return UserObjects(*next(islice(_pickled(fd), 2, None)))
 
