@@ -168,14 +168,19 @@ class EmbeddedServer(LocalServer[Client]):
 
     def _start_forkserver(self, places: Collection[int], *, prepares: bool) -> None:
         """Start the process that makes workers, and ask it for those of some places."""
-        imported = partial(
-            _imported,
-            spec_fd=self._spec_fd,
-            slabs_fd=self._slabs_fd,
-            slabs=self._slabs,
-            seed=self._facts.seed,
-            cpus=self._worker_cpus,
-        )
+
+        def imported() -> Callable[..., None]:
+            from fastensor.provision.embedded import worker  # brings torch, which this process has no use for
+
+            return partial(
+                worker.main,
+                spec_fd=self._spec_fd,
+                slabs_fd=self._slabs_fd,
+                slabs=self._slabs,
+                seed=self._facts.seed,
+                cpus=self._worker_cpus,
+            )
+
         self._forkserver = ForkServer(imported, self._spec_fd, prepares=prepares, kept=(self._slabs_fd,))
         self.listen(self._forkserver.connection, self._hear_forkserver)
         self._forkserver.ask(places)
@@ -289,13 +294,6 @@ class EmbeddedServer(LocalServer[Client]):
             elif not self._tasks.killed(task):
                 self._fail(task, f"{task.attempts} workers have ended while they made it, the last one with {status}")
         self._forkserver.ask([one.place])
-
-
-def _imported(**given: Any) -> Callable[..., None]:
-    """What runs in each worker. Its module brings torch, which this process has no use for."""
-    from fastensor.provision.embedded import worker
-
-    return partial(worker.main, **given)
 
 
 def _placements() -> dict[str, Placement]:
