@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from lmdb_contenders import FIO, HELPED, OURS, READAHEAD, STOCK
 from lmdb_runs import Sample, Whole
-from lmdb_scenarios import SIZES, TINY, Cell
+from lmdb_scenarios import IN_ORDER, SIZES, TINY, Cell
 
 
 def judge(samples: list[Sample], whole: list[Whole]) -> list[dict[str, Any]]:
@@ -33,8 +34,11 @@ def judge(samples: list[Sample], whole: list[Whole]) -> list[dict[str, Any]]:
         promise(f"{name}, full shuffle, cold: rate / fio (no promise)", Cell(name, "full", 1, "cold", ""), [FIO], 0)
         promise(f"{name}, 4 processes, cold: rate / best py-lmdb", Cell(name, "full", 4, "cold", ""), STOCK, 1.6)
         promise(f"{name}, warm: rate / py-lmdb", Cell(name, "full", 1, "warm", ""), [READAHEAD], round(1 / 1.1, 2))
-    for operation, least in (("scan", 1.1), ("index", 4)):
-        for name in ("3 KB", "110 KB"):
+    for name, order, world in product(SIZES, IN_ORDER, (1, 4)):
+        cell = Cell(name, order, world, "cold", "")
+        promise(f"{name}, {order}, {world} processes, cold: rate / best py-lmdb", cell, STOCK, 1)
+    for operation, least, names in (("scan", 1.2, [*SIZES]), ("index", 4, ["3 KB", "110 KB"])):
+        for name in names:
             group = [one for one in whole if (one.operation, one.size) == (operation, name)]
             times = {way: statistics.median(one.seconds for one in group if one.way == way) for way in ways_in(group)}
             if OURS in times and len(times) > 1:

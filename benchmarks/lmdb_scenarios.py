@@ -19,6 +19,7 @@ STATES: tuple[State, ...] = ("cold", "warm")
 ORDERS: tuple[Order, ...] = ("sequential", "strided", "full", "block")
 """Batches in the order of the keys; Caffe's sharding, rank r reads records r, r + N, r + 2 N …; all records shuffled;
 blocks of 256 KiB shuffled, and mixed among 64."""
+IN_ORDER: tuple[Order, ...] = ("sequential", "strided")
 BLOCK_NBYTES, BLOCKS_PER_GROUP = 256 << 10, 64
 
 
