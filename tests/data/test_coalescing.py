@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastensor.data.coalescing import Extents, Merging, Reads, coalesce
+from fastensor.data.coalescing import Extents, Merging, Reads, coalesce, spans
 
 PLACES = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 300)), min_size=1, max_size=60)
 
@@ -52,6 +52,18 @@ def test_reads_are_as_large_and_as_few_as_they_may_be(
     begins = np.array(sorted(bounds))[:, 0]
     has_gap = begins[1:] - ends[:-1] > gap
     assert (has_gap[1:] | has_gap[:-1] | (begins[2:] - begins[:-2] > limit)).all()  # no three could have been two
+
+
+@given(PLACES, st.integers(0, 200), st.integers(1, 3000))
+def test_spans_have_all_reads(places: list[tuple[int, int]], gap: int, limit: int) -> None:
+    reads, bounds = merged(extents_of(places), gap_nbytes=0)
+    found = spans(reads, Merging(gap_nbytes=gap, read_nbytes=limit))
+    for number, (offset, length) in enumerate(bounds):
+        begin = int(found.offsets[number])
+        first = found.offsets.tolist().index(begin)
+        assert begin <= offset
+        assert offset + length <= begin + int(found.lengths[first])  # the first of a span has it whole
+        assert first == number or not found.lengths[number]
 
 
 def test_consecutive_values_are_one_read() -> None:

@@ -162,32 +162,67 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[int, int]], list[t
 def test_the_kernel_is_not_told_about_what_comes_in_the_order_of_the_file(
     fd: int, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """The kernel reads ahead of large reads by itself. Reads take along the gaps between values of one fetch."""
+    """The kernel reads ahead of large reads by itself. The engine's reads take gaps along, also from the end of the
+    batch before on."""
     read, advised = seen(monkeypatch)
     engine = opened("willneed", fd, Merging())
     offsets = np.arange(16, 280 * 4096, step)
     lengths = np.full(len(offsets), 3000)
-    for begin, end in ((0, 40), (40, 41), (41, len(offsets))):
+    for begin, end, count in ((0, 40, 1), (40, 41, 0), (41, len(offsets), 0)):
         some = Extents(offsets[begin:end], lengths[begin:end])
         values = engine.fetch(some).take(0, end - begin)
         assert [*values] == [DATA[offset : offset + 3000] for offset in some.offsets.tolist()]
         assert read == [(offsets[begin], offsets[end - 1] + 3000 - offsets[begin])]
+        assert bool(advised) == bool(count)
         read.clear()
-    assert not advised
+        advised.clear()
+
+
+@pytest.mark.parametrize("read_ahead", [128 << 10, 8 << 20])
+def test_a_kernel_that_reads_little_ahead_is_told_about_all_of_a_stream(
+    fd: int, monkeypatch: pytest.MonkeyPatch, read_ahead: int
+) -> None:
+    """By Linux's usual 128 KiB, each large read would wait for the disk."""
+    monkeypatch.setattr(posix, "read_ahead_nbytes", lambda fd: read_ahead)
+    read, advised = seen(monkeypatch)
+    offsets = np.arange(290) * 4096 + 16
+    some = Extents(offsets, np.full(290, 3000))
+    values = opened("willneed", fd, Merging(read_nbytes="256KiB")).fetch(some).take(0, 290)
+    assert [*values] == [DATA[offset : offset + 3000] for offset in offsets.tolist()]
+    if read_ahead < 1 << 20:
+        assert len(advised) == 5
+        assert sum(nbytes for _, nbytes in advised) >= sum(nbytes for _, nbytes in read) >= 290 * 3000
+    else:
+        assert advised == read[:1]
 
 
 @pytest.mark.parametrize("copied", [True, False])
 @pytest.mark.parametrize("stride", [3, 8])
-def test_a_stride_is_read_without_its_gaps(fd: int, monkeypatch: pytest.MonkeyPatch, stride: int, copied: bool) -> None:
-    """The kernel reads ahead, for all processes that take every n-th value. Each copies its own values only."""
+def test_a_stride_is_brought_with_its_gaps_and_read_without(
+    fd: int, monkeypatch: pytest.MonkeyPatch, stride: int, copied: bool
+) -> None:
+    """The disk reads one stream, for all processes that take every n-th value. Each copies its own values only."""
     read, advised = seen(monkeypatch)
     offsets = np.arange(0, 290, stride) * 4096 + 16
-    values = opened("willneed", fd, Merging()).fetch(Extents(offsets, np.full(len(offsets), 3000)))
+    values = opened("willneed", fd, Merging(read_nbytes="256KiB")).fetch(Extents(offsets, np.full(len(offsets), 3000)))
     taken = values.take(0, len(offsets), copied=copied)
     assert [*taken] == [DATA[offset : offset + 3000] for offset in offsets.tolist()]
     assert {type(value) for value in taken} == {bytes if copied else memoryview}
     assert read == [(offset, 3000) for offset in offsets.tolist()]
-    assert not advised
+    assert len(advised) == 5
+    told = np.zeros(len(DATA), bool)
+    for offset, nbytes in advised:
+        told[offset : offset + nbytes] = True
+    assert all(told[offset : offset + 3000].all() for offset in offsets.tolist())
+    assert told.mean() > 0.85
+
+
+def test_a_stride_that_is_not_known_ahead_is_read_with_its_gaps(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reads ahead of it."""
+    read, _ = seen(monkeypatch)
+    offsets = np.arange(0, 200, 4) * 4096
+    opened("willneed", fd, Merging()).fetch(Extents(offsets, np.full(len(offsets), 3000))).take(0, len(offsets))
+    assert read == [(0, 196 * 4096 + 3000)]
 
 
 def test_the_file_ends_within_a_stride(tmp_path: Path) -> None:
@@ -203,7 +238,7 @@ def test_the_file_ends_within_a_stride(tmp_path: Path) -> None:
 
 
 def test_large_values_in_the_order_of_the_file_are_what_was_read(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has a read of its own, so that none is copied. The kernel reads ahead."""
+    """Each has a read of its own, so that none is copied. The kernel is told about the first one, and reads ahead."""
     advised: list[int] = []
     read: list[bytes] = []
     pread = os.pread
@@ -218,7 +253,7 @@ def test_large_values_in_the_order_of_the_file_are_what_was_read(fd: int, monkey
     values = opened("willneed", fd, Merging()).fetch(Extents(offsets, np.full(16, 70_000))).take(0, 16, copied=True)
     assert [*values] == [DATA[offset : offset + 70_000] for offset in offsets.tolist()]
     assert [*map(id, values)] == [*map(id, read)]
-    assert not advised
+    assert advised == [16]
 
 
 @pytest.mark.parametrize("order", ["backwards", "far apart", "shuffled"])

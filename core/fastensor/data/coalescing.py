@@ -142,6 +142,20 @@ def coalesce(extents: Extents, merging: Merging, *, alignment: int = 1) -> Reads
     return Reads(offsets, lengths, read_of, extents.offsets - offsets[read_of])
 
 
+def spans(reads: Reads, merging: Merging) -> Extents:
+    """What the file has from the first of several reads that lie close together to the last one, with the gaps between
+    them: one extent for each read. The others of the same span have empty ones.
+
+    >>> found = spans(coalesce(Extents(np.arange(6) * 100, np.full(6, 10)), Merging(0)), Merging(90, 300))
+    >>> found.offsets.tolist(), found.lengths.tolist()
+    ([0, 0, 0, 300, 300, 300], [210, 0, 0, 210, 0, 0])
+    """
+    found = coalesce(Extents(reads.offsets, reads.lengths), merging)
+    lengths = np.zeros(len(reads), np.int64)
+    lengths[np.unique(found.read_of, return_index=True)[1]] = found.lengths
+    return Extents(found.offsets[found.read_of], lengths)
+
+
 def _first_of_reads(begins: Integers, ends: Integers, merging: Merging) -> npt.NDArray[np.bool_]:
     """Flags of the values, sorted by offset, with which a read begins."""
     is_first = np.ones(len(begins), np.bool_)

@@ -461,6 +461,14 @@ def text_of(path: Path) -> str:
         return ""
 
 
+def read_ahead_nbytes(fd: int) -> int:
+    """How far the kernel reads ahead of a file that is read in order, in bytes; 0 if it does not say."""
+    device = os.fstat(fd).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    folders = Path("/sys/class/bdi", name), Path("/sys/dev/block", name, "../queue")  # a partition has only that one
+    return int(next(filter(None, (text_of(folder / "read_ahead_kb") for folder in folders)), 0)) << 10
+
+
 def identity_of(status: os.stat_result) -> tuple[int, ...]:
     """Device, inode, size and time of the last write of a file. A new name or other rights do not change them."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
