@@ -36,7 +36,7 @@ def judge(samples: list[Sample], whole: list[Whole]) -> list[dict[str, Any]]:
         promise(f"{name}, warm: rate / py-lmdb", Cell(name, "full", 1, "warm", ""), [READAHEAD], round(1 / 1.1, 2))
     for name, order, world in product(SIZES, IN_ORDER, (1, 4)):
         cell = Cell(name, order, world, "cold", "")
-        promise(f"{name}, {order}, {world} processes, cold: rate / best py-lmdb", cell, STOCK, 1)
+        promise(f"{name}, {order}, processes: {world}, cold: rate / best py-lmdb", cell, STOCK, 1)
     for operation, least, names in (("scan", 1.2, [*SIZES]), ("index", 4, ["3 KB", "110 KB"])):
         for name in names:
             group = [one for one in whole if (one.operation, one.size) == (operation, name)]

@@ -347,9 +347,7 @@ def main() -> None:
     )
     # without a token, Ray would write one into the user's home, and the other ranks have to have the same
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["fastensor.provision", "PIL.Image", "sklearn.datasets"]
-    )
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["fastensor.provision", "PIL.Image"])
     options.folder.mkdir(parents=True, exist_ok=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     found = Found()

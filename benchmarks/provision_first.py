@@ -1,12 +1,12 @@
 """Starting a data service, and the first epoch from it, beside a ``DataLoader`` with as many persistent workers.
 
 Nothing is in the cache of the service yet, so it has to keep samples for later epochs, and saves nothing by that. The
-dataset, which both ways get as it is, copies samples of several sizes out of a file in the page cache, or decodes JPEG
+dataset, which all ways get as it is, copies samples of several sizes out of a file in the page cache, or decodes JPEG
 files. Training computes nothing, so all the time of an epoch is spent waiting, and all processors are the workers'.
 
 A ``DataLoader`` forks its workers from the process that trains, which is quickest, and not safe beside its threads. So
-another one takes them from a ``forkserver``, as is the default of Python 3.14, and as the service does: a process that
-imports the script anew.
+another one takes them from a ``forkserver``, as is the default of Python 3.14, and as the service does. In Python 3.11, each
+worker of that imports torch and the script; those of the service find them imported.
 
 Each measurement is the first one of a fresh process, which has imported all ways before. The ways take turns. A start
 takes until the call is over that starts the processes (``DataService.start``; ``iter(DataLoader)``, which also asks for
@@ -224,7 +224,7 @@ def main() -> None:
             Samples(kind, folder).write()
         for number in range(options.rounds):
             for kind in kinds:
-                for way in WAYS[number % 3 :] + WAYS[: number % 3]:
+                for way in WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]:
                     found.append(in_fresh_process(kind, way, options.workers, folder))
                     print(found[-1], file=sys.stderr, flush=True)
     text = table(machine, found, options.workers)

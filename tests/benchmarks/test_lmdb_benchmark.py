@@ -44,7 +44,8 @@ def start(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
             monkeypatch.setattr(benchmark, name, run)
         monkeypatch.setattr(benchmark, "run_pass", run_pass)
         monkeypatch.setattr(benchmark, "make_files", mock.Mock())
-        fixed = ["--sizes", "110 KB", "--orders", "full", "--worlds", "1", "--folder", str(tmp_path)]
+        fixed = ["--sizes", "110 KB", "--worlds", "1", "--folder", str(tmp_path)]
+        fixed += [] if "--orders" in options else ["--orders", "full"]
         monkeypatch.setattr(sys, "argv", ["lmdb_reading.py", *fixed, "--output", str(tmp_path / "found"), *options])
         benchmark.main()
         return made
@@ -64,6 +65,17 @@ def test_runs_are_made_once_also_those_that_are_not_possible(start: Any, tmp_pat
     assert len([one for one in more if getattr(one, "way", "") == "fio"]) == 1
     assert json.loads(path.read_text())["machine"]["date"] == "2001-02-03"
     assert "- date: 2001-02-03" in path.with_suffix(".md").read_text()
+
+
+def test_orders_of_the_file_are_measured_and_judged_without_the_rest(start: Any, tmp_path: Path) -> None:
+    cells = [one for one in start("--tiny", "--rounds", "2", "--orders", "sequential") if hasattr(one, "way")]
+    assert {one.order for one in cells} == {"sequential"}
+    assert {one.state for one in cells} == {"cold", "warm"}
+    counts = {state: [(one.way, one.state) for one in cells].count(("fastensor", state)) for state in ("cold", "warm")}
+    assert counts == {"cold": 2, "warm": 1}
+    verdicts = {one["promise"]: one["holds"] for one in json.loads((tmp_path / "found.json").read_text())["verdicts"]}
+    assert verdicts["110 KB, sequential, processes: 1, cold: rate / best py-lmdb ≥ 1"] is True
+    assert verdicts["110 KB, scan: best py-lmdb / time ≥ 1.2"] is False
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,12 @@ def test_importing_loads_nothing_heavy() -> None:
     assert run("-c", code, cold=True).stdout.split("\n")[:2] == ["[]", "[]"]
 
 
+def test_the_server_of_a_data_service_needs_no_torch() -> None:
+    """So it is there at once, while others import torch."""
+    code = "import sys; import fastensor.provision.embedded.server; print('torch' in sys.modules)"
+    assert run("-c", code, cold=True).stdout == "False\n"
+
+
 FIRST_CALLS = {
     "load .safetensors": ("fastensor.load('x.safetensors')", 38),
     "load .ckpt": ("fastensor.load('x.ckpt')", 41),

@@ -29,6 +29,7 @@ from functools import partial
 from typing import NoReturn
 
 from fastensor.data.connection import Connection, ConnectionLost
+from fastensor.files.garbage import without_collection
 from fastensor.provision.embedded.protocol import Fork, Forked
 from fastensor.provision.embedded.spec import prepare
 
@@ -64,7 +65,7 @@ class ForkServer(ChildProcess):
     """A forkserver, as the server sees it.
 
     Args:
-        imported: is called in the forkserver, and returns what runs in each worker: that gets the connection to the
+        import_main: is called in the forkserver, and returns what runs in each worker: that gets the connection to the
             server, and as ``place`` which of the workers it is.
         spec_fd: what is served.
         prepares: whether it imports the user's script before it forks.
@@ -72,7 +73,12 @@ class ForkServer(ChildProcess):
     """
 
     def __init__(
-        self, imported: Callable[[], Callable[..., None]], spec_fd: int, *, prepares: bool, kept: Collection[int] = ()
+        self,
+        import_main: Callable[[], Callable[..., None]],
+        spec_fd: int,
+        *,
+        prepares: bool,
+        kept: Collection[int] = (),
     ) -> None:
         self.prepares = prepares
         self.awaited: set[int] = set()
@@ -82,7 +88,7 @@ class ForkServer(ChildProcess):
         pid = os.fork()
         if not pid:
             _run_and_exit(
-                partial(_make_workers, Connection(theirs), server_pid, imported, spec_fd, kept, prepares=prepares)
+                partial(_make_workers, Connection(theirs), server_pid, import_main, spec_fd, kept, prepares=prepares)
             )
         theirs.close()
         super().__init__(pid, Connection(ours))
@@ -117,7 +123,7 @@ def _run_and_exit(run: Callable[[], object]) -> NoReturn:
 def _make_workers(
     connection: Connection,
     server_pid: int,
-    imported: Callable[[], Callable[..., None]],
+    import_main: Callable[[], Callable[..., None]],
     spec_fd: int,
     kept: Collection[int],
     *,
@@ -128,9 +134,10 @@ def _make_workers(
     _close_all_but({connection.fileno(), spec_fd, *kept, 0, 1, 2})
     for name in _ONE_THREAD:
         os.environ.setdefault(name, "1")
-    main = imported()
-    if prepares:
-        _prepare(spec_fd)
+    with without_collection():
+        main = import_main()
+        if prepares:
+            _prepare(spec_fd)
     gc.freeze()  # so that workers share its memory
     while True:
         connection.wait()

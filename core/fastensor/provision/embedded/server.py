@@ -169,9 +169,12 @@ class EmbeddedServer(LocalServer[Client]):
     def _start_forkserver(self, places: Collection[int], *, prepares: bool) -> None:
         """Start the process that makes workers, and ask it for those of some places."""
 
-        def imported() -> Callable[..., None]:
-            from fastensor.provision.embedded import worker  # brings torch, which this process has no use for
+        def import_main() -> Callable[..., None]:
+            import torch  # which the server has no use for
 
+            from fastensor.provision.embedded import worker
+
+            torch.set_num_threads(1)  # whatever the environment says: a fork would lack the others
             return partial(
                 worker.main,
                 spec_fd=self._spec_fd,
@@ -181,7 +184,7 @@ class EmbeddedServer(LocalServer[Client]):
                 cpus=self._worker_cpus,
             )
 
-        self._forkserver = ForkServer(imported, self._spec_fd, prepares=prepares, kept=(self._slabs_fd,))
+        self._forkserver = ForkServer(import_main, self._spec_fd, prepares=prepares, kept=(self._slabs_fd,))
         self.listen(self._forkserver.connection, self._hear_forkserver)
         self._forkserver.ask(places)
 
@@ -207,8 +210,8 @@ class EmbeddedServer(LocalServer[Client]):
         if gone.awaited and not gone.prepares:
             raise RuntimeError(f"the process that makes workers has ended with {status} before it has made them")
         _log.warning(
-            "The process that imports the script of the data service for all workers has ended with %d: each further "
-            "worker imports it. This is so if the script ends the process, starts threads, or leaves files open",
+            "The process that imports torch and the script of the data service for all workers has ended with %d: each "
+            "further worker imports the script. This is so if it ends the process, starts threads, or leaves files open",
             status,
         )
         self._start_forkserver(gone.awaited, prepares=False)
