@@ -5,8 +5,8 @@ dataset, which all ways get as it is, copies samples of several sizes out of a f
 files. Training computes nothing, so all the time of an epoch is spent waiting, and all processors are the workers'.
 
 A ``DataLoader`` forks its workers from the process that trains, which is quickest, and not safe beside its threads. So
-another one takes them from a ``forkserver``, as is the default of Python 3.14, and as the service does. In Python 3.11, each
-worker of that imports torch and the script; those of the service find them imported.
+another one takes them from a ``forkserver``, as is the default of Python 3.14, and as the service does. In Python 3.11,
+each worker of that imports torch and the script; those of the service find them imported.
 
 Each measurement is the first one of a fresh process, which has imported all ways before. The ways take turns. A start
 takes until the call is over that starts the processes (``DataService.start``; ``iter(DataLoader)``, which also asks for
