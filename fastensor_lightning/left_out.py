@@ -59,7 +59,9 @@ class LeftOut:
                 f"kept"
             )
         self.exclude = exclude
-        self.base = None if base is None else _place_of(base)
+        self.base = None if base is None else as_in_fsspec(base)
+        if self.base is not None and isinstance(locate(self.base), str):  # a link may lead elsewhere later
+            self.base = os.path.realpath(self.base)
         if exclude is not None and not isinstance(locate(self.base or ""), str):
             raise ValueError(
                 f"base={self.base!r} is at a URL, where each save cannot be sure that it is still there: copy it to a "
@@ -255,9 +257,3 @@ def _record(tensor: Any) -> _Record | None:
     parts = [StoragePart(storage, begin, half), StoragePart(storage, begin + half, plain.nbytes - half)]
     first, second = crc32s_of(parts)
     return str(plain.dtype).removeprefix("torch."), tuple(plain.shape), first, second
-
-
-def _place_of(base: str | os.PathLike[str]) -> str:
-    """Where a base is: the file or folder itself, since a link that leads to it now may lead elsewhere later."""
-    found = as_in_fsspec(base)
-    return os.path.realpath(found) if isinstance(locate(found), str) else found

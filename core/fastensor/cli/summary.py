@@ -52,13 +52,9 @@ def totals(tensors: Sequence[TensorInfo], tied: Sequence[Sequence[str]]) -> Tota
     if tied:
         by_name = {tensor.name: tensor for tensor in tensors}
         for group in tied:
-            found.parameters -= _repeated([by_name[name] for name in group if name in by_name])
+            members = sorted((by_name[name] for name in group if name in by_name), key=lambda one: -one.nbytes)
+            found.parameters -= sum(math.prod(one.shape) for one in members[1:])
     return found
-
-
-def _repeated(group: Sequence[TensorInfo]) -> int:
-    """Elements of all but the largest tensor of a group."""
-    return sum(math.prod(tensor.shape) for tensor in sorted(group, key=lambda tensor: -tensor.nbytes)[1:])
 
 
 def grouped(

@@ -215,13 +215,11 @@ class TreeReader:
         self._read += len(numbers)
         return numbers.astype(np.int64)
 
-    def _split(self, numbers: Ints) -> list[Ints]:
-        most = CHUNK_NBYTES // self._geometry.page_size
-        return [numbers[at : at + most] for at in range(0, len(numbers), most)]
-
     def _chunks(self, numbers: Ints, kind: int | tuple[int, ...], what: str) -> Iterator[Pages]:
         """Pages of a level, a chunk at a time. The kernel reads the next chunk while the caller parses this one."""
-        chunks = itertools.chain(map(self._begin, self._split(numbers)), [None])
+        most = CHUNK_NBYTES // self._geometry.page_size
+        split = (numbers[at : at + most] for at in range(0, len(numbers), most))
+        chunks = itertools.chain(map(self._begin, split), [None])
         for chunk, _ in itertools.pairwise(chunks):
             assert chunk is not None  # only the last one is
             pages = self._load(chunk)

@@ -204,7 +204,8 @@ class BlockForward:
         in_place = {
             place
             for place in there
-            if versions[place] != _version(before[place]) or not _equal(copies[place], before[place])
+            if versions[place] != _version(now := before[place])  # batch norms change theirs without counting it
+            or (copies[place] is not now and _is_dense(now) and not torch.equal(copies[place], now))
         }
         self._changing[modes] = (known or set()) | (before.keys() - there) | in_place
         self.is_pure &= _outside(modules) == outside and all(map(_is_buffer, in_place))
@@ -345,12 +346,6 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _is_buffer(place: Place) -> bool:
     module, name = place
     return name in module._buffers
-
-
-def _equal(copy: Any, now: Any) -> bool:
-    """True if a tensor has the values of its copy, or there is none. Batch norms change theirs without counting it; of
-    others than dense tensors, what is counted counts."""
-    return copy is now or not _is_dense(now) or torch.equal(copy, now)
 
 
 def _is_dense(value: Any) -> bool:

@@ -265,7 +265,9 @@ def _fill(found: _Integers, bitmap: npt.NDArray[np.uint8] | None, values: _Integ
             stored[:] = values[begin : begin + len(chunk)]
             taken += len(chunk)
         else:
-            (places,) = _bits(bitmap, begin, len(chunk)).nonzero()
+            within = bitmap[begin // 8 : (begin + len(chunk) + 7) // 8]
+            bits = np.unpackbits(within, count=len(chunk), bitorder="little")
+            (places,) = bits.view(np.bool_).nonzero()  # numpy finds booleans much faster
             if taken + len(places) > len(values):
                 return taken + len(places)
             stored[:] = 0
@@ -274,9 +276,3 @@ def _fill(found: _Integers, bitmap: npt.NDArray[np.uint8] | None, values: _Integ
         if rounded is not None:
             torch.from_numpy(chunk).view(torch.float32).copy_(rounded[: len(chunk)])
     return taken
-
-
-def _bits(bitmap: npt.NDArray[np.uint8], begin: int, count: int) -> npt.NDArray[np.bool_]:
-    """Bits ``begin`` to ``begin + count`` of a bitmap. As booleans, because numpy finds these much faster."""
-    bits = np.unpackbits(bitmap[begin // 8 : (begin + count + 7) // 8], count=count, bitorder="little")
-    return bits.view(np.bool_)

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from fastensor.backends.registry import PAPER_NAMES
 from fastensor.select.choice import in_order
 from fastensor.select.context import Context, size_of
-from fastensor.select.dictionary import Change, Dictionary, DictionaryError, Entry
+from fastensor.select.dictionary import Change, Dictionary, DictionaryError
 
 Which: TypeAlias = Literal["WDic", "RDic", "WRDic"]
 """The paper's dictionaries: times of writes, times of reads, and the sums of both."""
@@ -45,8 +45,9 @@ def to_csv(
     writer = csv.writer(text, lineterminator="\n")
     for key, _ in dictionary:
         if key.context == contexts[0]:
-            seconds = _sums([dictionary.of(context, size_of(key.bucket)) for context in contexts])
-            if seconds:
+            entries = [dictionary.of(context, size_of(key.bucket)) for context in contexts]
+            common = in_order(sorted(set.intersection(*(set(entry.timings) for entry in entries))))
+            if seconds := {name: sum(entry.timings[name].seconds for entry in entries) for name in common}:
                 writer.writerow([size_of(key.bucket) / _MB, _speed_list(seconds)])
     return text.getvalue()
 
@@ -78,12 +79,6 @@ def from_csv(text: str, context: Context) -> Dictionary:
 class _Method(NamedTuple):
     seconds: float
     backend: str
-
-
-def _sums(entries: list[Entry]) -> dict[str, float]:
-    """The sums of times, for the backends that every entry has, in the order in which they are tried."""
-    common = set.intersection(*(set(entry.timings) for entry in entries))
-    return {name: sum(entry.timings[name].seconds for entry in entries) for name in in_order(sorted(common))}
 
 
 def _speed_list(seconds: dict[str, float]) -> str:

@@ -38,13 +38,6 @@ _Digest: TypeAlias = dict[Key, tuple[tuple[str | None, ...], tuple[str, ...]]]
 """By key, the best backends, and all backends in order of speed."""
 
 
-def _digest_of(dictionary: Dictionary) -> _Digest:
-    return {
-        key: (winners(dictionary, key), tuple(sorted(entry.timings, key=lambda name: entry.timings[name].seconds)))
-        for key, entry in dictionary
-    }
-
-
 def kind_of(device: torch.device, machine: Mapping[str, str]) -> str:
     """The kind of a rank's hardware: model and memory of its device, and kind of the target's filesystem. Ranks of the
     same kind share timings.
@@ -133,7 +126,11 @@ class Sharing:
     def _update(self) -> str:
         """The dictionary as JSON; an empty string if no best backend has changed since the last one."""
         dictionary = self._selector.dictionary
-        sent, self._sent = self._sent, _digest_of(dictionary)
+        sent = self._sent
+        self._sent = {
+            key: (winners(dictionary, key), tuple(sorted(entry.timings, key=lambda name: entry.timings[name].seconds)))
+            for key, entry in dictionary
+        }
         return "" if sent == self._sent else dictionary.to_json()
 
     def _adopt(self, update: str) -> None:

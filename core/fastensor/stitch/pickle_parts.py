@@ -35,8 +35,9 @@ def cut(program: Program, unwanted: Iterable[Any]) -> bytes | None:
     removed = _without_needed(program, _outermost(one.made_by for one in records))
     kept = [one for one in records if not _around(one.made_by[0], removed)]
     unnamed = _names_of_globals(values) - _names_of_globals(all_in(kept))
-    forgotten = [one for one in program.globals if _name_of_global(program.data, one) in unnamed]
     data = program.data
+    names = {one: data[one[0] + 1 : one[1] - 1].decode().replace("\n", ".") for one in program.globals}
+    forgotten = [one for one, name in names.items() if name in unnamed]
     at = 2 if data[:1] == pickle.PROTO else 0
     pieces = [data[:at], *_texts_in(program, removed, forgotten)]
     for begin, end in sorted([*removed, *(one for one in forgotten if not _around(one[0], removed))]):
@@ -47,12 +48,6 @@ def cut(program: Program, unwanted: Iterable[Any]) -> bytes | None:
 
 def _names_of_globals(values: Iterable[Any]) -> set[str]:
     return {one.name for one in values if isinstance(one, UnknownGlobal)}
-
-
-def _name_of_global(data: bytes, place: Range) -> str:
-    """The name that an :class:`~fastensor.stitch.pickle_records.UnknownGlobal` has which these bytes make."""
-    begin, end = place
-    return data[begin + 1 : end - 1].decode().replace("\n", ".")
 
 
 def _outermost(ranges: Iterable[Range]) -> list[Range]:

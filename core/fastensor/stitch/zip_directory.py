@@ -127,7 +127,8 @@ def _find_directory(read: ReadAt, nbytes: int, where: str) -> tuple[int, int, in
     _, disk, start_disk, here, count, size, offset, _ = END.unpack_from(tail, at)
     limit = end
     saturated = MAX16 in (here, count) or MAX32 in (size, offset)
-    if saturated or _has_locator(read, end):  # torch goes by the zip64 record wherever there is one
+    before = end - END64_LOCATOR.size  # torch goes by the zip64 record wherever there is one
+    if saturated or (before >= 0 and read(before, len(END64_LOCATOR_SIGNATURE)) == END64_LOCATOR_SIGNATURE):
         classic = (count, size, offset)
         limit, disk, start_disk, here, count, size, offset = _read_end64(read, end, where)
         if any(old not in (new, MAX16, MAX32) for old, new in zip(classic, (count, size, offset), strict=True)):
@@ -142,11 +143,6 @@ def _find_directory(read: ReadAt, nbytes: int, where: str) -> tuple[int, int, in
             f"but it must end before {limit}"
         )
     return count, size, offset
-
-
-def _has_locator(read: ReadAt, end: int) -> bool:
-    at = end - END64_LOCATOR.size
-    return at >= 0 and read(at, len(END64_LOCATOR_SIGNATURE)) == END64_LOCATOR_SIGNATURE
 
 
 def _read_end64(read: ReadAt, end: int, where: str) -> tuple[int, int, int, int, int, int, int]:

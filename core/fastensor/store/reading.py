@@ -72,8 +72,9 @@ def read_pt(file: StoredFile, ref: TensorRef, device: torch.device, *, verify: b
         UnsafeCheckpointError: the tensor is of a class that torch does not allow.
         OSError: the file cannot be read.
     """
-    if verify:
-        _check_pickle(file)
+    if verify:  # the pickle, too, which holds what the elements do not say, such as the scale of a quantized tensor
+        read = partial(posix.read_exactly, file.fd)
+        read_pickle(read, read_archive(read, file.nbytes, where=file.path), where=file.path, verify=True)
     crc32 = 0
 
     def keep_on_host(storage: Any, location: str) -> Any:
@@ -112,12 +113,6 @@ def stored_crc32(fd: int, nbytes: int, where: str) -> int:
     for part in read_archive(partial(posix.read_exactly, fd), nbytes, where=where).storages.values():
         crc32 = isal_zlib.crc32_combine(crc32, part.crc32 or 0, part.nbytes)
     return crc32
-
-
-def _check_pickle(file: StoredFile) -> None:
-    """Verify the pickle, which holds what the elements do not say, such as the scale of a quantized tensor."""
-    read = partial(posix.read_exactly, file.fd)
-    read_pickle(read, read_archive(read, file.nbytes, where=file.path), where=file.path, verify=True)
 
 
 def _compare(found: int, ref: TensorRef, where: str) -> None:

@@ -102,7 +102,8 @@ def _translate(
     if isinstance(error, pickle.UnpicklingError):
         if not is_zip and _ends_in_a_name(error, file):
             return CorruptCheckpointError(f"{file.where}: its pickle ends within a name; the file was cut off")
-        if restricted and (is_zip or _GLOBAL_REFUSED.search(str(error)) or _is_refused_opcode(error)):
+        operand = _OPERAND.search(str(error))  # pickles of Python 2 and of other protocols have some that torch refuses
+        if restricted and (is_zip or _GLOBAL_REFUSED.search(str(error)) or (operand and int(operand[1]) in _OPCODES)):
             return _refusal(error, file, request, _WITHOUT_RUNNING if is_zip else "")
         return CorruptCheckpointError(f"{file.where}: its pickle is damaged or not one of torch's: {error}")
     if isinstance(error, RuntimeError) and _READER in str(error):
@@ -110,13 +111,6 @@ def _translate(
     if rebuild_on_host is None:
         return _judge(error, file, request)
     return _refused_place(error, {_HOST}, file, request) or _judge_legacy(error, file, request, rebuild_on_host)
-
-
-def _is_refused_opcode(error: Exception) -> bool:
-    """True if torch's restricted unpickler has met an opcode of pickles that it does not know. Pickles of Python 2 and
-    of other protocols have some."""
-    found = _OPERAND.search(str(error))
-    return found is not None and int(found[1]) in _OPCODES
 
 
 def _ends_in_a_name(error: Exception, file: OpenedFile) -> bool:

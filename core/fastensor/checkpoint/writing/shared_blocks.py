@@ -241,7 +241,9 @@ def _parts_of(plan: Plan, least_nbytes: int) -> list[_WrittenPart]:
     for segment in plan.image.segments:
         if isinstance(segment, Payload) and segment.nbytes >= least_nbytes:
             storage = plan.storages[segment.storage]
-            if not isinstance(storage, torch.UntypedStorage) or not _can_be_read(storage):
+            if not isinstance(storage, torch.UntypedStorage):
+                continue
+            if storage.device.type != "cpu" and not streams.are_on(storage.device):  # its bytes cannot be read
                 continue
             counters = versions.get(storage, [_UNCOUNTED])
             if _UNCOUNTED not in counters:
@@ -260,10 +262,6 @@ def _versions(plan: Plan) -> dict[torch.UntypedStorage, list[int]]:
     return found
 
 
-def _can_be_read(storage: torch.UntypedStorage) -> bool:
-    return storage.device.type == "cpu" or streams.are_on(storage.device)
-
-
 def _candidates(parts: Sequence[_WrittenPart], fd: int, opened: ExitStack) -> list[_Candidate]:
     """The parts whose versions are those of a copy, in a file of the same filesystem that has not changed since."""
     block_nbytes, device = os.fstatvfs(fd).f_bsize, os.fstat(fd).st_dev
@@ -273,23 +271,19 @@ def _candidates(parts: Sequence[_WrittenPart], fd: int, opened: ExitStack) -> li
         copy = part.copies.get(part.extent)
         if copy is None or copy.is_changed or copy.versions != part.versions or copy.file.identity[0] != device:
             continue
-        begin, end = _whole_blocks(part.payload, block_nbytes)
-        if (copy.offset - part.payload.offset) % block_nbytes:
+        payload = part.payload
+        if (copy.offset - payload.offset) % block_nbytes:
             continue
+        begin = -(-payload.offset // block_nbytes) * block_nbytes  # the blocks that hold nothing but the payload
+        end = (payload.offset + payload.nbytes) // block_nbytes * block_nbytes
         matching.append((part, copy, (begin, max(begin, end))))
-        nbytes[copy.file] += part.payload.nbytes
+        nbytes[copy.file] += payload.nbytes
     bases = {file: _open(file, opened) for file, _ in nbytes.most_common(_MOST_BASES)}
     return [
         _Candidate(part, copy, bases[copy.file], shared)
         for part, copy, shared in matching
         if bases.get(copy.file, -1) >= 0
     ]
-
-
-def _whole_blocks(payload: Payload, block_nbytes: int) -> Extent:
-    """The blocks of a file that hold nothing but a payload."""
-    end = payload.offset + payload.nbytes
-    return -(-payload.offset // block_nbytes) * block_nbytes, end // block_nbytes * block_nbytes
 
 
 def _open(file: WrittenFile, opened: ExitStack) -> int:
