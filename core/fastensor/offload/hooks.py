@@ -385,7 +385,20 @@ class StepHooks:
         staying = self._engine.planner.keep(mark, len(span), tensor.device)
         handle = RangeHandle(forward, forward.next_position, span, weakref.ref(_owner_of(tensor)), staying)
         if staying is None:
-            handle.leave(_saved_bytes(tensor, span, handle.position, mark))
+            handle.leave(
+                SavedBytes(
+                    nbytes=len(span),
+                    origin=span.start,
+                    device=tensor.device,
+                    original=StorageWeakRef(storage),  # type: ignore[no-untyped-call]  # torch gives it no types
+                    source=storage,
+                    page_offset=page_offset_of(tensor, span),
+                    ready=event_now(tensor.device),
+                    dtype=tensor.dtype,
+                    mark=mark,
+                    position=handle.position,
+                )
+            )
         record = PackedTensor.of(tensor, handle, forward, handle.position)
         if handle.saved is not None:
             swapper.admit(handle.saved)  # wakes a writer thread: no call follows that lets other threads run first
@@ -457,23 +470,6 @@ def _await_measured(forward: ForwardPass, device: torch.device) -> None:
     """Wait for the device of a block that is measured: the host's clock is to show the time of its computing."""
     if forward.record.is_measured and (event := event_now(device)) is not None:
         wait_for([event])
-
-
-def _saved_bytes(tensor: torch.Tensor, span: range, position: int, mark: int) -> SavedBytes:
-    """The range of a tensor that leaves memory."""
-    storage = tensor.untyped_storage()
-    return SavedBytes(
-        nbytes=len(span),
-        origin=span.start,
-        device=tensor.device,
-        original=StorageWeakRef(storage),  # type: ignore[no-untyped-call]  # torch gives it no types
-        source=storage,
-        page_offset=page_offset_of(tensor, span),
-        ready=event_now(tensor.device),
-        dtype=tensor.dtype,
-        mark=mark,
-        position=position,
-    )
 
 
 def _noted(tensor: torch.Tensor, mark: int, nbytes: int, clock: float, ratio: float) -> SavedTensor:

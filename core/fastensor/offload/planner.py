@@ -412,7 +412,15 @@ class Planner:
     def _known_pass(self) -> UnexaminedPass | None:
         """Budget of a pass that is like earlier ones: what those have saved at most, parameters and all, so that
         whatever it saves has room."""
-        forms = [form for form in self._forms.values() if form.passes >= _PLANNED_AT[-1] or self._is_small(form)]
+        forms = [
+            form
+            for form in self._forms.values()
+            if form.passes >= _PLANNED_AT[-1]
+            or (  # memory is ample for it: one look is enough
+                self._keeps_what_fits
+                and all(_AMPLE * form.record.saved_nbytes <= self.memory.limit(device) for device in form.limits)
+            )
+        ]
         if (
             not forms
             or forms[-1] is not next(reversed(self._forms.values()))
@@ -426,11 +434,6 @@ class Planner:
         nbytes = int(_MORE_THAN_BEFORE * max(form.record.saved_nbytes for form in forms))
         kept = self.memory.keep(device, nbytes)
         return None if kept is None else UnexaminedPass(kept, nbytes)
-
-    def _is_small(self, form: PlannedForm) -> bool:
-        """True if memory is ample for passes of a form, so that one look at them is enough."""
-        needed = _AMPLE * form.record.saved_nbytes
-        return self._keeps_what_fits and all(needed <= self.memory.limit(device) for device in form.limits)
 
     def _note(self, record: PassRecord, profile: StepProfile) -> None:
         """Plan the form of a pass that has ended, if it is new, or its plan is not good any more. A pass in which

@@ -54,6 +54,7 @@ def test_a_save_says_what_it_has_left_to_be_done(tmp_path: Path, monkeypatch: py
         ours(fd)
 
     monkeypatch.setattr(posix, "close_read_only", close)
+    monkeypatch.setattr(freeing, "_FEW_NBYTES", NBYTES // 2)
     second = fastensor.save(STATE, tmp_path / "x")
     assert second.freeing.seconds is None
     assert NBYTES <= second.freeing.nbytes < 1.1 * NBYTES
@@ -62,6 +63,23 @@ def test_a_save_says_what_it_has_left_to_be_done(tmp_path: Path, monkeypatch: py
     assert second.freeing.seconds is not None
     assert third.wait_seconds <= third.write_seconds
     wait_for_space()
+
+
+@pytest.mark.parametrize(("free", "waits"), [(60, False), (20, True)])
+def test_a_small_save_waits_for_space_only_if_the_disk_is_short_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, waits: bool
+) -> None:
+    found = os.statvfs_result((4096, 4096, 1 << 20, free << 8, free << 8, 9, 9, 9, 0, 255))
+    waited: list[int] = []
+    fastensor.save(STATE, tmp_path / "x")
+    with closing_blocked(monkeypatch) as (may_close, _):
+        monkeypatch.setattr(os, "fstatvfs", lambda fd: found)
+        monkeypatch.setattr(freeing, "wait_for_space", lambda: waited.append(len(freeing._pending)))
+        first = fastensor.save(STATE, tmp_path / "x")
+        fastensor.save(STATE, tmp_path / "x")
+        assert first.freeing.seconds is None
+        may_close.set()
+    assert waited == ([0, 1] if waits else [])
 
 
 def test_whoever_waits_for_space_frees_what_the_thread_has_not_come_to(

@@ -19,6 +19,8 @@ from fastensor.files import posix
 from fastensor.files.afterwards import do_afterwards
 from fastensor.files.forks import first_in_children
 
+_FEW_NBYTES = 32 << 20
+"""So much may be freed while the next file is written: without that, ten saves of 10 MiB would take a tenth longer."""
 _BLOCK_NBYTES = 512
 """The unit of ``st_blocks`` (stat(2))."""
 
@@ -80,6 +82,18 @@ def wait_for_space() -> None:
     """Return when the space of all files replaced or removed so far in this process has been freed."""
     for job in list(_pending):
         job.run()
+
+
+def make_room(fd: int, nbytes: int) -> None:
+    """Free the space of files replaced or removed so far in this process, if a new file of ``nbytes`` bytes needs it,
+    or if it is more than a few MiB.
+
+    Args:
+        fd: of the new file.
+    """
+    unfreed, found = sum(job.freeing.nbytes for job in list(_pending)), os.fstatvfs(fd)
+    if unfreed > _FEW_NBYTES or found.f_bavail * found.f_frsize < nbytes + _FEW_NBYTES:
+        wait_for_space()
 
 
 def _forget() -> None:

@@ -17,7 +17,7 @@ from fastensor.backends.registry import Fallback, can_write, record_fallback
 from fastensor.checkpoint.location import Location, RemotePath, Target, locate, name_of
 from fastensor.checkpoint.nested import is_nested
 from fastensor.checkpoint.ordering import drop_replaced, wait_to_replace
-from fastensor.checkpoint.writing.freeing import wait_for_space
+from fastensor.checkpoint.writing.freeing import make_room
 from fastensor.checkpoint.writing.outputs import InPlace, Link, OpenFile, Output, Replacement, StreamOutput
 from fastensor.checkpoint.writing.report import SaveReport
 from fastensor.checkpoint.writing.target import open_output, resolve_target
@@ -311,7 +311,7 @@ class SaveTransaction:
             return None, (), "link", output.why
         if isinstance(output, Replacement) and not self._nested:
             started = time.perf_counter()
-            wait_for_space()
+            make_room(output.fd, source.nbytes)
             self.seconds["wait"] = time.perf_counter() - started
         if isinstance(output, StreamOutput):
             output.begin(source.nbytes)

@@ -24,7 +24,7 @@ from fastensor.provision import encoding
 from fastensor.provision.cache import kept_nbytes
 from fastensor.provision.embedded.protocol import AddLoader, Broken, ForgetLoader, SamplesStored, StoreSamples
 from fastensor.provision.embedded.spec import contents_of
-from fastensor.provision.making import MadeBatch, Sample, UserObjects, found_samples, made_batch, read_samples
+from fastensor.provision.making import UserObjects, found_samples, made_batch, read_samples
 from fastensor.provision.placement import pin_to
 from fastensor.provision.work import Done, Work
 
@@ -95,11 +95,23 @@ class ServiceWorker:
                     self._connection.send(Broken(work.number, text))
 
     def _do(self, work: Work) -> None:
+        loader = self._loaders[work.loader] if work.loader >= 0 else None
         # of what is read ahead, all that can be read is kept
-        on_error: OnError = self._loaders[work.loader].on_error if work.loader >= 0 else "skip"
+        on_error: OnError = "skip" if loader is None else loader.on_error
         read = partial(read_samples, self._loaded, seed=self._seed, on_error=on_error)
         found = found_samples(work.positions, work.offsets, work.lengths, slabs=self._slabs, read=read)
-        made = self._make_batch(work, found.samples) if work.loader >= 0 else None
+        made = None
+        if loader is not None:
+            made = made_batch(
+                found.samples,
+                work.positions,
+                contents=self._loaded,
+                collate_fn=loader.collate_fn,
+                seed=work.seed,
+                epoch=work.epoch,
+                source_seed=self._seed,
+                on_error=on_error,
+            )
         nbytes, fd = self._written(work, made.encoded) if made is not None else (0, None)
         to_be_stored = [found.encoded(place) for place in found.read]
         lengths = np.array([len(sample) for sample in to_be_stored], np.int64)
@@ -118,19 +130,6 @@ class ServiceWorker:
         finally:
             if fd is not None:
                 os.close(fd)
-
-    def _make_batch(self, work: Work, samples: list[Sample]) -> MadeBatch:
-        loader = self._loaders[work.loader]
-        return made_batch(
-            samples,
-            work.positions,
-            contents=self._loaded,
-            collate_fn=loader.collate_fn,
-            seed=work.seed,
-            epoch=work.epoch,
-            source_seed=self._seed,
-            on_error=loader.on_error,
-        )
 
     def _written(self, work: Work, encoded: encoding.Encoded) -> tuple[int, int | None]:
         """Write a batch. Returns its bytes; and the memory that it is in, if its slot is too small."""
