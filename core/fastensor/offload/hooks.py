@@ -385,6 +385,7 @@ class StepHooks:
         staying = self._engine.planner.keep(mark, len(span), tensor.device)
         handle = RangeHandle(forward, forward.next_position, span, weakref.ref(_owner_of(tensor)), staying)
         if staying is None:
+            storage = tensor.untyped_storage()
             handle.leave(
                 SavedBytes(
                     nbytes=len(span),
