@@ -56,3 +56,30 @@ def test_texts_of_small_files(tmp_path: Path) -> None:
     (tmp_path / "state").write_bytes(b" 4: ACTIVE\xff \n")
     assert posix.text_of(tmp_path / "state") == "4: ACTIVE\ufffd"
     assert posix.text_of(tmp_path / "absent") == posix.text_of(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("place", "text", "nbytes"),
+    [
+        ("class/bdi/{}", "128", 128 << 10),
+        ("class/bdi/{}", "0", 0),
+        ("dev/disk/queue", "8192", 8 << 20),
+        ("class/bdi/another", "128", 0),
+        (None, "", 0),
+    ],
+)
+def test_how_far_the_kernel_reads_ahead(tmp_path: Path, place: str | None, text: str, nbytes: int) -> None:
+    """Of a network filesystem or a disk, and of a partition, which has no such file itself."""
+    file = tmp_path / "file"
+    file.touch()
+    device = file.stat().st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    if place is not None:
+        folder = tmp_path / place.format(name)
+        folder.mkdir(parents=True)
+        (folder / "read_ahead_kb").write_text(f"{text}\n")
+    (tmp_path / "dev/disk/partition").mkdir(parents=True)
+    (tmp_path / "dev/block").mkdir()
+    (tmp_path / "dev/block" / name).symlink_to(tmp_path / "dev/disk/partition")
+    with file.open("rb") as opened:
+        assert posix.read_ahead_nbytes(opened.fileno(), root=tmp_path) == nbytes

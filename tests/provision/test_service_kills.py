@@ -326,6 +326,7 @@ def test_ranks_start_one_service_restart_it_and_leave_nothing(folder: Path, kill
         found += [int(number) for _ in range(2) for number in rank.stdout.readline().split()]
         pids.add(tuple(map(int, rank.stdout.readline().split())))
     ((server, worker),) = pids
+    assert ["libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in (server, worker)] == [False, True]
     if killed:
         os.kill(server, signal.SIGKILL)
         assert has_ended(worker)

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Literal
 
-import torch
-
 from fastensor.checkpoint.directories import metadata_names
 from fastensor.checkpoint.location import RemotePath, locate
 from fastensor.checkpoint.tools.conversion.settings import ConvertSettings
@@ -22,12 +20,6 @@ from fastensor.files.words import human_seconds, human_size, some_of
 
 _SHOWN = 10
 """The most names of what is left out that are shown."""
-
-
-def dtype_called(name: str) -> torch.dtype:
-    """The dtype of a name, such as ``bfloat16``."""
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def container_for(target: str) -> Literal["huggingface"] | None:

@@ -461,11 +461,12 @@ def text_of(path: Path) -> str:
         return ""
 
 
-def read_ahead_nbytes(fd: int) -> int:
-    """How far the kernel reads ahead of a file that is read in order, in bytes; 0 if it does not say."""
+def read_ahead_nbytes(fd: int, root: Path = Path("/sys")) -> int:
+    """How far the kernel reads ahead of a file that is read in order, in bytes; 0 if it does not say, as of files that
+    are on no disk or on several (btrfs, overlayfs)."""
     device = os.fstat(fd).st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
-    folders = Path("/sys/class/bdi", name), Path("/sys/dev/block", name, "../queue")  # a partition has only that one
+    folders = root / "class/bdi" / name, root / "dev/block" / name / "../queue"  # a partition has only that one
     return int(next(filter(None, (text_of(folder / "read_ahead_kb") for folder in folders)), 0)) << 10
 
 

@@ -84,17 +84,13 @@ def _contradiction(ref: TensorRef) -> str:
         return f"file {ref.file!r}, format {ref.format!r}"
     if not all(type(size) is int and size >= 0 for size in ref.shape) or not is_shape(ref.shape):
         return f"shape {ref.shape}"
-    if ref.stride is not None and not _are_strides(ref.stride, ref.shape):
+    if (stride := ref.stride) is not None and not (
+        len(stride) == len(ref.shape)
+        and all(type(step) is int and step >= 0 for step in stride)
+        and is_dense(ref.shape, stride)
+    ):
         return f"strides {ref.stride} with shape {ref.shape}"
     itemsize = ref.torch_dtype().itemsize
     if (ref.plain or ref.format == "npy") and ref.nbytes != math.prod(ref.shape) * itemsize:
         return f"{ref.nbytes} bytes for shape {ref.shape} of {ref.dtype}"
     return ""
-
-
-def _are_strides(stride: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    return (
-        len(stride) == len(shape)
-        and all(type(step) is int and step >= 0 for step in stride)
-        and is_dense(shape, stride)
-    )

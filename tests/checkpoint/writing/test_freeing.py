@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -65,21 +66,40 @@ def test_a_save_says_what_it_has_left_to_be_done(tmp_path: Path, monkeypatch: py
     wait_for_space()
 
 
-@pytest.mark.parametrize(("free", "waits"), [(60, False), (20, True)])
-def test_a_small_save_waits_for_space_only_if_the_disk_is_short_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, waits: bool
+@pytest.mark.parametrize(
+    ("disk", "most", "waits"),
+    [
+        ("has room", 3 * NBYTES, []),
+        ("has room", NBYTES // 2, [1, 2]),
+        ("is full until it is freed", 3 * NBYTES, [1, 2]),
+        ("cannot reserve", 3 * NBYTES, [1, 2]),
+    ],
+)
+def test_a_small_save_waits_for_space_only_if_there_is_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str, most: int, waits: list[int]
 ) -> None:
-    found = os.statvfs_result((4096, 4096, 1 << 20, free << 8, free << 8, 9, 9, 9, 0, 255))
-    waited: list[int] = []
+    """The first save leaves nothing to be freed, the next ones a file each."""
+    preallocate, waited = posix.preallocate, list[int]()
+
+    def wait() -> None:
+        waited.append(len(freeing._pending))
+
+    def reserve(fd: int, nbytes: int) -> bool:
+        if disk == "is full until it is freed" and len(freeing._pending) > len(waited):
+            raise OSError(errno.EDQUOT, "the quota is used up")
+        return preallocate(fd, nbytes) and disk != "cannot reserve"
+
     fastensor.save(STATE, tmp_path / "x")
+    monkeypatch.setattr(freeing, "_FEW_NBYTES", most)
     with closing_blocked(monkeypatch) as (may_close, _):
-        monkeypatch.setattr(os, "fstatvfs", lambda fd: found)
-        monkeypatch.setattr(freeing, "wait_for_space", lambda: waited.append(len(freeing._pending)))
-        first = fastensor.save(STATE, tmp_path / "x")
-        fastensor.save(STATE, tmp_path / "x")
-        assert first.freeing.seconds is None
+        monkeypatch.setattr(freeing, "wait_for_space", wait)
+        monkeypatch.setattr(posix, "preallocate", reserve)
+        for _ in range(3):
+            report = fastensor.save(STATE, tmp_path / "x")
+            assert report.freeing.seconds is None
         may_close.set()
-    assert waited == ([0, 1] if waits else [])
+    assert waited == waits
+    assert torch.equal(torch.load(tmp_path / "x")["w"], STATE["w"])
 
 
 def test_whoever_waits_for_space_frees_what_the_thread_has_not_come_to(

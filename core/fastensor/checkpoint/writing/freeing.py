@@ -20,7 +20,7 @@ from fastensor.files.afterwards import do_afterwards
 from fastensor.files.forks import first_in_children
 
 _FEW_NBYTES = 32 << 20
-"""So much may be freed while the next file is written: without that, ten saves of 10 MiB would take a tenth longer."""
+"""So much may be freed while the next file is written: if each save waited, ten of 10 MiB would take a tenth longer."""
 _BLOCK_NBYTES = 512
 """The unit of ``st_blocks`` (stat(2))."""
 
@@ -85,15 +85,23 @@ def wait_for_space() -> None:
 
 
 def make_room(fd: int, nbytes: int) -> None:
-    """Free the space of files replaced or removed so far in this process, if a new file of ``nbytes`` bytes needs it,
-    or if it is more than a few MiB.
+    """Return when the space of all files replaced or removed so far in this process has been freed; or before, if that
+    is a few MiB, and there is room beside it.
 
     Args:
-        fd: of the new file.
+        fd: of a new file. Space is reserved for it, if not all has been freed.
+        nbytes: the size that it will have; 0 if that is not known, and all is to be freed.
     """
-    unfreed, found = sum(job.freeing.nbytes for job in list(_pending)), os.fstatvfs(fd)
-    if unfreed > _FEW_NBYTES or found.f_bavail * found.f_frsize < nbytes + _FEW_NBYTES:
+    unfreed = sum(max(job.freeing.nbytes, 1 << 20) for job in list(_pending))  # so that few files stay open
+    if unfreed > _FEW_NBYTES or (unfreed and not (nbytes and _is_reserved(fd, nbytes))):
         wait_for_space()
+
+
+def _is_reserved(fd: int, nbytes: int) -> bool:
+    try:
+        return posix.preallocate(fd, nbytes)
+    except OSError:  # if there is no room afterwards either, who writes to the file says so
+        return False
 
 
 def _forget() -> None:

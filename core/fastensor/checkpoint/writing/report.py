@@ -58,7 +58,7 @@ class SaveReport:
     blocks or as a hard link."""
     freeing: Freeing = field(default_factory=Freeing, compare=False, repr=False)
     """The work left when the save was done: a thread frees the space of the replaced file. That keeps the disk busy,
-    and the next save waits for it."""
+    and a later save waits for it if it needs the space, or if 32 MiB are not freed yet."""
 
     __repr__ = record_repr
 

@@ -311,7 +311,7 @@ class SaveTransaction:
             return None, (), "link", output.why
         if isinstance(output, Replacement) and not self._nested:
             started = time.perf_counter()
-            make_room(output.fd, source.nbytes)
+            make_room(output.fd, 0 if self._blocks is not None else source.nbytes)
             self.seconds["wait"] = time.perf_counter() - started
         if isinstance(output, StreamOutput):
             output.begin(source.nbytes)

@@ -152,12 +152,14 @@ def convert(
     texts = None if metadata is None else pairs_in(metadata, "--metadata", "KEY=TEXT")
     shard_nbytes = size_in(shard_size, "--shard-size")
     memory_nbytes = None if memory is None else size_in(memory, "--memory")
+    import torch
+
     from fastensor.checkpoint.tools.conversion.settings import ConvertSettings
     from fastensor.cli import convert as command
 
     settings = ConvertSettings(
         root=root,
-        dtype=None if dtype is None else command.dtype_called(dtype),
+        dtype=None if dtype is None else getattr(torch, dtype),
         rename=names,
         drop=drop,
         copy_ties=copy_ties,

@@ -34,8 +34,8 @@ class BufferedEngine:
     Args:
         fd: open for reading. The caller keeps ownership.
         merging: what is read together.
-        advise: tell the kernel ahead what will be read (``posix_fadvise``, POSIX_FADV_WILLNEED), unless that is in the
-            order of the file. The kernel then reads into the page cache, with many reads in flight, while the caller
+        advise: tell the kernel ahead what will be read (``posix_fadvise``, POSIX_FADV_WILLNEED), unless it reads ahead
+            of that by itself. The kernel then reads into the page cache, with many reads in flight, while the caller
             goes on.
     """
 

@@ -136,8 +136,8 @@ def _make_workers(
         os.environ.setdefault(name, "1")
     with without_collection():
         main = import_main()
-        if prepares:
-            _prepare(spec_fd)
+    if prepares:
+        _prepare(spec_fd)
     gc.freeze()  # so that workers share its memory
     while True:
         connection.wait()

@@ -211,7 +211,7 @@ class EmbeddedServer(LocalServer[Client]):
             raise RuntimeError(f"the process that makes workers has ended with {status} before it has made them")
         _log.warning(
             "The process that imports torch and the script of the data service for all workers has ended with %d: each "
-            "further worker imports the script. This is so if it ends processes, starts threads, or leaves files open",
+            "further worker imports the script. This is so if the script ends it, starts threads, or leaves files open",
             status,
         )
         self._start_forkserver(gone.awaited, prepares=False)
