@@ -200,6 +200,19 @@ def test_a_kernel_that_reads_little_ahead_is_told_about_all_of_a_stream(
         assert advised == read[:1]
 
 
+@pytest.mark.parametrize("read_ahead", [128 << 10, 8 << 20])
+def test_the_kernel_is_told_about_what_lies_behind_a_jump(
+    fd: int, monkeypatch: pytest.MonkeyPatch, read_ahead: int
+) -> None:
+    """Such as the batches of a process that shares the order with others. Each would wait for the disk."""
+    monkeypatch.setattr(posix, "read_ahead_nbytes", lambda fd: read_ahead)
+    _, advised = seen(monkeypatch)
+    offsets = np.concatenate([np.arange(8) * 4096 + begin for begin in (0, 500_000, 100_000, 900_000)])
+    values = opened("willneed", fd, Merging()).fetch(Extents(offsets, np.full(32, 3000))).take(0, 32)
+    assert [*values] == [DATA[offset : offset + 3000] for offset in offsets.tolist()]
+    assert advised == [(begin, 7 * 4096 + 3000) for begin in (0, 500_000, 100_000, 900_000)]
+
+
 @pytest.mark.parametrize("copied", [True, False])
 @pytest.mark.parametrize("stride", [3, 8])
 def test_a_stride_is_brought_with_its_gaps_and_read_without(
