@@ -115,6 +115,7 @@ bench: $(VENV)/.loaders
 	benchmarks/install-fio.sh
 	$(BIN)/python benchmarks/new_user.py
 	$(BIN)/python benchmarks/first_use.py
+	$(BIN)/python benchmarks/small_loads.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/loaders.py
 	$(BIN)/python benchmarks/async_checkpoint.py

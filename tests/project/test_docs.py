@@ -663,6 +663,19 @@ def test_the_benchmark_of_loaders_measures_every_tool(tmp_path: Path) -> None:
 
 
 @pytest.mark.torture
+def test_the_benchmark_of_small_loads_counts_calls(tmp_path: Path) -> None:
+    benchmark = str(ROOT / "benchmarks" / "small_loads.py")
+    folders = ["--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
+    out = run(benchmark, "--sizes", "64 KiB", *folders, cwd=tmp_path)
+    for container in ("ckpt", "safetensors"):
+        for state in ("cold", "warm"):
+            row = rf"^\| 64 KiB in 16 tensors, `.{container}` \| {state} \| \d+ \| \d+ \| (\d+|–) \| \d+\.\d\d \|"
+            assert re.search(row, out, re.M), (container, state)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out.md"]
+    assert not os.listdir(tmp_path / "files")
+
+
+@pytest.mark.torture
 def test_the_benchmark_of_the_first_epoch_measures_all_ways(tmp_path: Path) -> None:
     benchmark = str(ROOT / "benchmarks" / "provision_first.py")
     folders = ["--folder", str(tmp_path / "files"), "--output", str(tmp_path / "out")]
