@@ -61,7 +61,7 @@ def counted(call: Callable[[], object]) -> Counter[str]:
         call()
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]  # None is what ends it
+        threading.setprofile(None)
     return found
 
 
