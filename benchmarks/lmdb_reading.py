@@ -80,6 +80,7 @@ class Settings:
     """A run ends at the first batch after so long."""
 
     def rounds_of(self, cell: Cell) -> int:
+        """Several if a promise is about the cell."""
         in_order = cell.order in IN_ORDER and cell.world in (1, 4) and cell.state == "cold"
         shuffled = cell.order == "full" and cell.size in ("3 KB", "110 KB")
         judged = in_order or (shuffled and (cell.world, cell.state) in ((1, "cold"), (4, "cold"), (1, "warm")))

@@ -20,6 +20,7 @@ ORDERS: tuple[Order, ...] = ("sequential", "strided", "full", "block")
 """Batches in the order of the keys; Caffe's sharding, rank r reads records r, r + N, r + 2 N …; all records shuffled;
 blocks of 256 KiB shuffled, and mixed among 64."""
 IN_ORDER: tuple[Order, ...] = ("sequential", "strided")
+"""Those in which all processes together read the file from its beginning on."""
 BLOCK_NBYTES, BLOCKS_PER_GROUP = 256 << 10, 64
 
 

@@ -4,7 +4,8 @@
 
 Each row is of a process of its own, which has loaded the file before, so that nothing is imported any more. Calls are
 counted in one load, by ``sys.setprofile``, in all threads; system calls in another one, by ``strace`` where that is
-installed, in all threads, too; times are medians of ten more. Cold: nothing of the file is in the page cache.
+installed, in all threads, too; times are medians of ten more. Cold: nothing of the file is in the page cache,
+nor its inode in memory.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from typing import Any
 
 import torch
 from measuring import describe_machine
+from new_user import evict
 
 import fastensor
-from fastensor.files import posix
 
 SIZES = {"64 KiB": (16, 1 << 10), "1 MiB": (16, 16 << 10), "10 MiB": (40, 64 << 10)}
 """Tensors, and elements of each, of 4 bytes."""
@@ -41,11 +42,6 @@ _SHOWN = 6
 """The most frequent system calls are named."""
 _NAMES = {"syscall_0x1c3": "cachestat"}
 """Names that an older ``strace`` does not know."""
-
-
-def evict(path: Path) -> None:
-    with path.open("rb") as file:
-        posix.evict(file.fileno(), path.stat().st_size)
 
 
 def counted(call: Callable[[], object]) -> Counter[str]:

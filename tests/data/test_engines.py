@@ -158,6 +158,14 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[int, int]], list[t
     return read, advised
 
 
+def told_bytes(advised: list[tuple[int, int]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """For each byte of the file, whether the kernel was told about it."""
+    told = np.zeros(len(DATA), bool)
+    for offset, nbytes in advised:
+        told[offset : offset + nbytes] = True
+    return told
+
+
 @pytest.mark.parametrize("step", [4096, 7000])
 def test_the_kernel_is_not_told_about_what_comes_in_the_order_of_the_file(
     fd: int, monkeypatch: pytest.MonkeyPatch, step: int
@@ -192,10 +200,7 @@ def test_a_kernel_that_reads_little_ahead_is_told_about_all_of_a_stream(
     if read_ahead < 1 << 20:
         assert len(advised) == 5
         assert max(nbytes for _, nbytes in read) < 70 << 10
-        told = np.zeros(len(DATA), bool)
-        for offset, nbytes in advised:
-            told[offset : offset + nbytes] = True
-        assert all(told[offset : offset + 3000].all() for offset in offsets.tolist())
+        assert all(told_bytes(advised)[offset : offset + 3000].all() for offset in offsets.tolist())
     else:
         assert advised == read[:1]
 
@@ -227,9 +232,7 @@ def test_a_stride_is_brought_with_its_gaps_and_read_without(
     assert {type(value) for value in taken} == {bytes if copied else memoryview}
     assert read == [(offset, 3000) for offset in offsets.tolist()]
     assert len(advised) == 5
-    told = np.zeros(len(DATA), bool)
-    for offset, nbytes in advised:
-        told[offset : offset + nbytes] = True
+    told = told_bytes(advised)
     assert all(told[offset : offset + 3000].all() for offset in offsets.tolist())
     assert told.mean() > 0.85
 

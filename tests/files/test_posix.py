@@ -43,7 +43,7 @@ def test_what_is_not_there_is_not_moved(tmp_path: Path) -> None:
 
 
 def test_the_kernel_is_told_what_is_needed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a piece that is larger than the read-ahead of the device, it may ignore the rest."""
+    """The kernel may ignore what a piece has beyond the device's read-ahead, which is 128 KiB as a rule."""
     told: list[tuple[int, int, int]] = []
     monkeypatch.setattr(posix, "advise", lambda fd, *given: told.append(given))
     posix.will_need(3, 1000, 300 << 10)
@@ -69,7 +69,7 @@ def test_texts_of_small_files(tmp_path: Path) -> None:
     ],
 )
 def test_how_far_the_kernel_reads_ahead(tmp_path: Path, place: str | None, text: str, nbytes: int) -> None:
-    """Of a network filesystem or a disk, and of a partition, which has no such file itself."""
+    """The folders of a network filesystem and of a disk have the file; a partition has it in that of its disk."""
     file = tmp_path / "file"
     file.touch()
     device = file.stat().st_dev

@@ -187,16 +187,15 @@ def made_batch(
             return sample
         return prepared(sample, position) if on_error == "raise" else tried(partial(prepared, sample), position)
 
+    def read_and_prepared(position: int) -> Any:
+        return prepared(_read_together(served, [position], source_seed)[0], position)
+
     wanted = positions.tolist()
     made = list(map(left_out_or_prepared, samples, wanted))
     values = [value for value in made if not isinstance(value, Skipped)]
     skipped = [value for value in made if isinstance(value, Skipped)]
     if skipped and not values:
-        values.append(
-            substitute(
-                lambda one: prepared(_read_together(served, [one], source_seed)[0], one), wanted[0], len(served.source)
-            )
-        )
+        values.append(substitute(read_and_prepared, wanted[0], len(served.source)))
     batch = _collated(values, collate_fn, seeds=(seed, epoch, wanted[0], len(values)))
     if on_error == "raise":
         return MadeBatch(encoding.encode(batch), 0)
